@@ -1,4 +1,4 @@
-"""Configuration: pydantic models, filled from yaml files and from `key=value` arguments. The only place that parses.
+"""Configuration: typed options, parsed from yaml files and from `key=value` arguments. The only place that parses.
 
     class SftConfig(Options):
         data: DataOptions                        # a nested group; its required keys are `data.path`, ...
@@ -10,7 +10,7 @@
 `--import FILE.py` adds to the list `imports`, in a config that has this key. `--help` prints all keys by group, and
 `--help data` one group.
 
-The way of a value, in this module but for the texts, which `rlite.arguments` reads:
+The way of a value, in this module but for the texts, which `rlite.key_value` and `rlite.yaml_texts` read:
 
     files, key=value, a program's values --merge--> tree --_resolved--> values --validated--> config
                                               every problem on the way --as_error--> one error
@@ -46,8 +46,9 @@ from pydantic_core import PydanticUndefined
 
 from rlite import files
 from rlite import help as hints
-from rlite.arguments import NULLS, enter, flat, merged, read_value, read_yaml, split_arguments, to_yaml, with_aliases
 from rlite.errors import ConfigError, RliteError, UnknownOptionError
+from rlite.key_value import split_arguments
+from rlite.yaml_texts import NULLS, enter, flat, merged, read_value, read_yaml, to_yaml, with_aliases
 
 C = TypeVar("C", bound="Options")
 
@@ -256,6 +257,17 @@ def inherit(child: C, parent: Options) -> C:
     return child.replace(**changes)
 
 
+def changed(group: Options, own: Options | None = None) -> list[str]:
+    """Return the options of a group that are not at their defaults.
+
+    Args:
+        group: the group.
+        own: instance with the defaults, which may be those of a preset; default: those of the class.
+    """
+    default = dict(own or type(group)())
+    return [name for name, value in group if value != default[name]]
+
+
 def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     """Return the text of `--help`: the usual keys, then every key by group, with its type, default and sentence.
 
@@ -444,8 +456,7 @@ class _Problems(Generic[C]):
                     self.unknown[key] = f"{_unknown(self.root, key)}{self._source(key)}"
             elif found["type"] == "missing":
                 group = _group_of(at.hint)
-                paths = _required(group) if group else ()
-                self.missing += [f"{at.key}.{path}" for path in paths] or [at.key]
+                self.missing += [f"{at.key}.{path}" for path in (_required(group) if group else ())] or [at.key]
             elif found["type"] == "value_error":  # a rule between several options
                 lines = str(found["ctx"]["error"]).splitlines()
                 whole = [_prefixed(line, at, found["input"]) for line in lines]

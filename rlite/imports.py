@@ -56,8 +56,7 @@ def optional(what: str, extra: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        message = f"{what} the package {error.name}: pip install 'rlite[{extra}]'{remedy}"
-        raise ConfigError(message) from error
+        raise ConfigError(f"{what} the package {error.name}: pip install 'rlite[{extra}]'{remedy}") from error
 
 
 def import_own_code(name: str) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlite import config, errors
-from rlite.arguments import flat
 from rlite.config import Options
 from rlite.data.readers.tables import check_exists
 from rlite.errors import ConfigError, DataError, RliteError, why_not_written
@@ -29,6 +28,7 @@ from rlite.rollout.registry import find_reward
 from rlite.services.recovery import record
 from rlite.trainer.options import AnnouncedOptions
 from rlite.trainer.run.interruption import INTERRUPTION, Terminated
+from rlite.yaml_texts import flat
 
 OF_MODELS = ("model_name", "model", "other", "base_model")
 """last parts of the keys of options that name a model"""

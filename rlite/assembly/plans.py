@@ -95,7 +95,7 @@ class BatchPlan:
             plan["no end"] = (
                 "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
             )
-        if options.is_greedy:
+        if not sampling.temperature:
             plan["greedy"] = "training takes the most likely tokens and explores nothing"
         return plan
 

@@ -31,13 +31,12 @@ from rlite.services.console.alarms import Alarms
 from rlite.services.console.mfu import Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
-from rlite.trainer.losses import ValueLoss
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.critic import Critic, KlCoefficient
+from rlite.trainer.rl.device_plan import DevicePlan
 from rlite.trainer.rl.engines import Engines, LogprobPasses
 from rlite.trainer.rl.objective import PolicyLoss
 from rlite.trainer.rl.options import PpoConfig, PromptOptions
-from rlite.trainer.rl.placement import Placement
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
@@ -45,7 +44,7 @@ from rlite.trainer.rl.token_advantages import outcome_estimator
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
-from rlite.trainer.run.saved_state import started_at
+from rlite.trainer.run.resume import started_at
 from rlite.trainer.run.training_run import TrainingRun
 
 T = TypeVar("T")
@@ -95,8 +94,8 @@ class Parts:
         self.prompts = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
         self.loss = maker.policy_loss()
         self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
-        self.placement = Placement(options, self.context.length)
-        self.engines = engines = self.placement.engines
+        self.device_plan = DevicePlan(options, self.context.length)
+        self.engines = engines = self.device_plan.engines
         self.rollouts = maker.rollouts(engines, workflow, self.prompts)
         self.logprobs = maker.logprobs(engines)
         self.critic = maker.critic(engines)
@@ -121,8 +120,6 @@ class Parts:
         self.is_single = options.responses_per_prompt == 1
         """true if there is one response to each prompt"""
         self.reward_weights = {name: reward.weight for name, reward in options.reward.items()}
-        self.longest = options.inference_length()
-        """tokens of one microbatch of the actor in passes that train nothing; None is the engine's default"""
 
 
 @dataclass(frozen=True)
@@ -153,30 +150,23 @@ class PartsMaker:
 
     def logprobs(self, engines: Engines) -> LogprobPasses:
         """Return the forward passes beside the update."""
-        options = self.options
+        options, actor = self.options, self.options.actor
         return LogprobPasses(
             engines=engines,
             temperature=options.temperature,
             has_reference=options.has_reference,
-            is_base_reference=options.is_base_reference,
             has_old=options.has_old_logprobs,
-            longest=(options.inference_length(), options.inference_length(options.ref_actor)),
-            reports_off_policy=options.actor.off_policy_metrics,
-            tis_coef=options.actor.tis_coef,
+            longest=(actor.max_inference_length_per_device, options.ref_actor.inference_length(actor)),
+            reports_off_policy=actor.off_policy_metrics,
+            tis_coef=actor.tis_coef,
         )
 
     def critic(self, engines: Engines) -> Critic | None:
         """Return the critic, if advantages need values."""
         if engines.critic is None:
             return None
-        options = self.options
-        loss = ValueLoss(
-            clip=options.critic.clip,
-            avg_level=options.critic.as_model(options.actor).avg_level,
-            max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
-        )
-        longest = options.inference_length(options.critic)
-        return Critic(engines, engines.critic, loss, options.actor.update_per_rollout, longest)
+        options, length = self.options, self.options.rollout.train_sampling_params.max_new_tokens
+        return Critic(engines, engines.critic, options.critic, options.actor, length)
 
     def rollouts(self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> Rollouts:
         """Return the source of batches: they are generated in turns with training, or ahead of it.
@@ -202,10 +192,11 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     parts: Parts = trainer.parts
     options, rollout = parts.options, parts.engines.rollout
     record = RunRecord(options.trainer, parts.run, rollout, options.has_dynamic_filtering)
-    usage, equal = UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps), options.equal_rewards
+    usage = UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps)
+    lesson = options.lesson_of_equal_rewards
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
-    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal.can_teach)
-    return [usage, record, *own, alarms, LearningFacts(equal)]
+    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, bool(lesson))
+    return [usage, record, *own, alarms, LearningFacts(lesson)]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:

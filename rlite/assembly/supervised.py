@@ -24,7 +24,7 @@ from rlite.services.console.mfu import Repeated, UsageReport
 from rlite.trainer.held_out import HeldOutOptions, held_out_sources
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
-from rlite.trainer.run.saved_state import started_at
+from rlite.trainer.run.resume import started_at
 from rlite.trainer.supervised_options import DataOptions, SupervisedConfig
 from rlite.wording import counted
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from rlite.arguments import named
 from rlite.config import Natural, Options, load
 from rlite.control.entry import EVENTS, JobEntry, JobOutput, entries
 from rlite.control.job import NEEDS_RAY, JobHandle, JobResult, connect, job_of
 from rlite.control.spec import TRAINER, JobSpec, RLRoleType
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.imports import require
+from rlite.key_value import named
 from rlite.runtime.owner import Owner
 from rlite.runtime.storage.texts import FileStore
 from rlite.services.recovery.failover import JobState

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rlite.arguments import differences, flat, some_of
 from rlite.config import Count, Finite, Natural
 from rlite.errors import ConfigError, writing
 from rlite.evaluation.metrics import Lines
+from rlite.yaml_texts import differences, flat, some_of
 
 VERSION = 1
 """version of the format"""

@@ -81,7 +81,7 @@ def make_set(name: str, rows: Rows, workflow: RolloutWorkflow, own: GeneratedOpt
         DataError: there are no rows.
     """
     rows = rows if own.limit is None else rows[: own.limit]
-    made = EvaluationSet(name, rows, workflow, own.samples, own.largest_k, own.solved_at)
+    made = EvaluationSet(name, rows, workflow, own.samples, own.k or own.samples, own.solved_at)
     gconfig = workflow.gconfig
     if made.samples > 1 and gconfig is not None and (gconfig.greedy or gconfig.temperature == 0):
         key = key_of(name)

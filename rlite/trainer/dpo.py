@@ -17,14 +17,13 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 from tensordict import TensorDict
 
 from rlite.data.packs import with_keys
-from rlite.data.sft import preference_rows
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import DpoLoss
 from rlite.trainer.model.modules import Reference
-from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
+from rlite.trainer.supervised import PairTrainer
 
 
-class DpoTrainer(SupervisedTrainer[DpoConfig]):
+class DpoTrainer(PairTrainer[DpoConfig]):
     """Trainer of a policy that prefers the chosen answer to the rejected one, relative to a reference.
 
     Its rows are pairs (`rlite.data.sft.preference_rows`).
@@ -32,10 +31,6 @@ class DpoTrainer(SupervisedTrainer[DpoConfig]):
 
     name = "dpo"
     config_class: type[DpoConfig] = DpoConfig
-    tokenise = preference_rows
-    kind = "preferences"
-    shown = SHOWN_OF_PAIRS
-    headlines = HEADLINES_OF_PAIRS
 
     def make_reference(self) -> Reference | None:
         """Return the reference model, unless the loss has none."""

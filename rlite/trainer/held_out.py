@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rlite.config import Count, Finite, Options, Share
 from rlite.data.source import Source
@@ -25,7 +24,6 @@ ROUNDING = 2.0**-23
 """relative rounding error of float32, in which scores are kept"""
 ACCURACIES = ("accuracy", "accuracy_finished")
 """metrics of every evaluation by answers"""
-V = TypeVar("V")
 
 
 class HeldOutOptions(Options):
@@ -47,23 +45,6 @@ class HeldOutOptions(Options):
         """True if the set is evaluated by answers that the model generates, and not by the loss of its rows."""
         return False
 
-    def source(self, name: str, columns: Mapping[str, str | None], system_prompt: str | None) -> Source | None:
-        """Return the table to evaluate on, completed by the options of the training data; None if there is none.
-
-        Args:
-            name: name of the set.
-            columns: columns of the training data.
-            system_prompt: system prompt of the training data.
-        """
-        if self.path is None:
-            return None
-        return Source(
-            path=self.path,
-            key=key_of(name),
-            columns=columns if self.columns is None else self.columns,
-            system_prompt=system_prompt if self.system_prompt is None else self.system_prompt,
-        )
-
 
 def held_out_sources(
     sets: Mapping[str, HeldOutOptions], columns: Mapping[str, str | None], system_prompt: str | None
@@ -78,12 +59,20 @@ def held_out_sources(
     Raises:
         ConfigError: a named set has no path.
     """
-    found = {name: options.source(name, columns, system_prompt) for name, options in sets.items()}
-    if missing := [name for name, source in found.items() if source is None and name != UNNAMED]:
-        close = difflib.get_close_matches(missing[0], found.keys() - missing, n=1)
+    if missing := [name for name, options in sets.items() if options.path is None and name != UNNAMED]:
+        close = difflib.get_close_matches(missing[0], sets.keys() - missing, n=1)
         hint = f"; did you mean {key_of(close[0])!r}?" if close else ""
         raise ConfigError(f"required and not set: {key_of(missing[0])}.path{hint}")
-    return {name: source for name, source in found.items() if source is not None}
+    return {
+        name: Source(
+            path=options.path,
+            key=key_of(name),
+            columns=columns if options.columns is None else options.columns,
+            system_prompt=system_prompt if options.system_prompt is None else options.system_prompt,
+        )
+        for name, options in sets.items()
+        if options.path is not None
+    }
 
 
 def key_of(name: str) -> str:
@@ -91,7 +80,7 @@ def key_of(name: str) -> str:
     return f"{KEY}.{name}" if name else KEY
 
 
-def prefixed(name: str, metrics: Mapping[str, V]) -> dict[str, V]:
+def prefixed(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a set under the names that are logged: NAME/METRIC, or METRIC for a single set."""
     return {metric_of(name, metric): value for metric, value in metrics.items()}
 
@@ -101,13 +90,12 @@ def metric_of(name: str, metric: str) -> str:
     return f"{name}/{metric}" if name else OF_SINGLE_SET.get(metric, metric)
 
 
-def metrics_of(names: Iterable[str], metrics: Iterable[str]) -> list[str]:
+def metrics_of(names: Iterable[str], metrics: Sequence[str]) -> list[str]:
     """Return the logged names of the same metrics of several sets."""
-    metrics = list(metrics)
     return [metric_of(name, metric) for name in names for metric in metrics]
 
 
-def without_sets(names: Iterable[str], metrics: Mapping[str, V]) -> dict[str, V]:
+def without_sets(names: Iterable[str], metrics: Mapping[str, float]) -> dict[str, float]:
     """Return logged metrics without those of some named sets."""
     prefixes = tuple(f"{name}/" for name in names)
     return {key: value for key, value in metrics.items() if not key.startswith(prefixes)}
@@ -132,21 +120,9 @@ class GeneratedOptions(HeldOutOptions):
     """name of a registered workflow for the set; default: the source of rewards of the run"""
 
     @property
-    def of_answers(self) -> list[str]:
-        """Names of the options of generated answers that are not at their defaults."""
-        default = dict(GeneratedOptions())
-        names = ("samples", "k", "solved_at", "max_error_share", "sampling")
-        return [name for name in names if getattr(self, name) != default[name]]
-
-    @property
     def is_generated(self) -> bool:
         """True if the set has a source of rewards of its own."""
         return bool(self.reward) or self.workflow is not None
-
-    @property
-    def largest_k(self) -> int:
-        """Largest k of pass@k."""
-        return self.samples if self.k is None else self.k
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule of samples and of sources of rewards that does not hold."""

@@ -13,12 +13,12 @@ from annotated_types import Ge, Gt, Le
 from pydantic import field_validator
 
 from rlite import config
-from rlite.arguments import named
 from rlite.config import Count, FinitePositive, Natural, Options, Seed
 from rlite.data.source import Source
 from rlite.errors import did_you_mean
 from rlite.generation import LARGEST, SMALLEST, GenerationHyperparameters
 from rlite.imports import import_own_code
+from rlite.key_value import named
 from rlite.trainer.callbacks import CALLBACKS
 
 RESERVED_TEMPLATE_OPTIONS = {
@@ -96,8 +96,7 @@ class TableOptions(SingleTableOptions):
     @property
     def weights(self) -> dict[str, float] | None:
         """Weights of the sources of a mixture; None if they have none."""
-        given = {name: source.weight for name, source in self.mixture.items() if source.weight is not None}
-        return given or None
+        return {name: source.weight for name, source in self.mixture.items() if source.weight is not None} or None
 
     def sources(self, key: str) -> dict[str, Source]:
         """Return the tables to read by the name of the source; a single table has the name "".
@@ -160,18 +159,7 @@ class LaunchOptions(AnnouncedOptions):
 
 
 SINKS = ("jsonl", "tensorboard", "wandb", "trackio")
-"""names of sinks, and of the packages that they need"""
-_BUILTIN = {"jsonl"}
-"""sinks that need no package"""
-
-
-def sink_problems(names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each sink that is unknown, or whose package is missing."""
-    for name in names:
-        if name not in SINKS:
-            yield f"unknown metric sink {name!r}; {did_you_mean(name, SINKS)}"
-        elif name not in _BUILTIN and importlib.util.find_spec(name) is None:
-            yield missing_sink(name)
+"""names of sinks, and of the packages that all but jsonl need"""
 
 
 def missing_sink(name: str) -> str:
@@ -235,9 +223,12 @@ class RunOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a message for an unknown callback or sink, and for steps to trace that are no range."""
         yield from (f"callbacks: {CALLBACKS.unknown(name)}" for name in self.callbacks if name not in CALLBACKS)
-        further = [name for name in self.all_sinks if name not in self.sinks]
-        for key, names in {"sinks": self.sinks, "use_wandb": further}.items():
-            yield from (f"{key}: {problem}" for problem in sink_problems(names))
+        for name in self.all_sinks:
+            key = "sinks" if name in self.sinks else "use_wandb"
+            if name not in SINKS:
+                yield f"{key}: unknown metric sink {name!r}; {did_you_mean(name, SINKS)}"
+            elif name != "jsonl" and importlib.util.find_spec(name) is None:
+                yield f"{key}: {missing_sink(name)}"
         steps = self.trace_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"
@@ -310,12 +301,11 @@ class ServingOptions(EngineOptions):
             num_devices: a multiple of `tp_size`.
         """
         assert num_devices % self.tp_size == 0
-        own: dict[str, Any] = {"deterministic": True} if self.deterministic else {}  # other executors do not know it
         return {
             "tensor_parallel_size": self.tp_size,
             "data_parallel_size": num_devices // self.tp_size,
             **{name: getattr(self, name) for name in ("gpu_memory_utilization", "max_num_seqs", "dtype")},
-            **own,
+            **({"deterministic": True} if self.deterministic else {}),  # other executors do not know it
         }
 
 

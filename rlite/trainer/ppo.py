@@ -36,14 +36,12 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, prefixed
 from rlite.trainer.rl.objective import compute_advantages
 from rlite.trainer.rl.recovery import trained_on_device
-from rlite.trainer.rl.rollouts import mean_reward
+from rlite.trainer.rl.rollouts import trajectory_rewards
 from rlite.trainer.rl.statistics import with_selected
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import Judged, TrainerLoop, loss_stats, step_metrics
 
 T = TypeVar("T")
-OF_TOKENS = ("trained_logprobs", "entropies")
-"""values of tokens that the loss returns for the record"""
 
 
 class PpoTrainer(TrainerLoop):
@@ -133,7 +131,7 @@ class PpoTrainer(TrainerLoop):
         """
         if self.run.step < self.options.actor.freeze_steps:
             return batch
-        actor, longest = self.engines.actor, self.parts.longest
+        actor, longest = self.engines.actor, self.options.actor.max_inference_length_per_device
         loss = replace(self.loss, kl_coef=self.kl.coef) if self.parts.has_adaptive_loss else self.loss
         self.engines.move_to_device(actor)
         actor.train()
@@ -142,7 +140,7 @@ class PpoTrainer(TrainerLoop):
             part = with_selected(batch[rows], actor, loss, longest) if self.parts.is_selective else batch[rows]
             stats = actor.train_batch(part, loss, loss.weight)
             actor.step_lr_scheduler()
-            for name in stats.keys() & set(OF_TOKENS):  # an update without trained tokens has none
+            for name in stats.keys() & {"trained_logprobs", "entropies"}:  # an update without trained tokens has none
                 columns.setdefault(name, torch.full(batch["attention_mask"].shape, math.nan))[rows] = stats.pop(name)
             columns["is_skipped"][rows] = bool(stats["is_skipped"])
             stats_tracker.scalar(**loss_stats(stats))
@@ -181,14 +179,14 @@ class PpoTrainer(TrainerLoop):
         return self._end_step(batch, lambda: self._metrics_of(batch))
 
     def _metrics_of(self, batch: TensorDict) -> dict[str, float]:
-        metrics = step_metrics(batch) | {"reward_trained": mean_reward(batch)}
+        metrics = step_metrics(batch) | {"reward_trained": trajectory_rewards(batch).mean().item()}
         return metrics | self.kl.adapt(metrics.get("kl"), len(batch)) if self.kl.is_adaptive else metrics
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Build the engines, resume if asked, report the plan, and evaluate what is due before the next step."""
-        self.parts.placement.build()
+        self.parts.device_plan.build()
         facts = self.run.restore(self.engines.actor, **self.engines.other_trained)
         self.engines.begin_turns()
         if facts:

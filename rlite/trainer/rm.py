@@ -16,16 +16,15 @@ if __name__ == "__main__":  # before the imports of this file, which load torch
 
 from typing import Any
 
-from rlite.data.sft import preference_rows
 from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_tokenizer, padding_token
 from rlite.trainer.losses import RewardModelLoss
 from rlite.trainer.model.modules import critic_module
-from rlite.trainer.supervised import HEADLINES_OF_PAIRS, SHOWN_OF_PAIRS, SupervisedTrainer
+from rlite.trainer.supervised import PairTrainer
 
 
-class RmTrainer(SupervisedTrainer[RmConfig]):
+class RmTrainer(PairTrainer[RmConfig]):
     """Trainer of a reward model that scores the chosen answer above the rejected one.
 
     Its rows are pairs (`rlite.data.sft.preference_rows`).
@@ -34,10 +33,6 @@ class RmTrainer(SupervisedTrainer[RmConfig]):
     name, key = "rm", "critic"
     config_class = RmConfig
     module = critic_module
-    tokenise = preference_rows
-    kind = "preferences"
-    shown = SHOWN_OF_PAIRS
-    headlines = HEADLINES_OF_PAIRS
 
     def __init__(self, options: RmConfig, rows: TokenRows, *args: Any, **further: Any) -> None:
         super().__init__(options, rows, *args, **further)

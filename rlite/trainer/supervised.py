@@ -14,6 +14,7 @@ from tensordict import TensorDict
 import rlite
 from rlite.assembly import supervised as assembly
 from rlite.data.readers.formats import RowKind
+from rlite.data.sft import preference_rows
 from rlite.data.tokens import BatchLoader, StreamLoader, TokenRows
 from rlite.errors import ConfigError, EvaluationInterrupted
 from rlite.help import UNNAMED
@@ -26,15 +27,12 @@ from rlite.trainer.model.prompt_lengths import model_limit, vocab_size_of
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.program_objects import ProgramObjects
-from rlite.trainer.run.schedule import EvaluationSchedule, losses_plan, topic_of
+from rlite.trainer.run.schedule import EvaluationSchedule, interval, topic_of
 from rlite.trainer.run.training_run import Judged, TrainerLoop, TrainingRun, loss_stats, step_metrics
 from rlite.trainer.supervised_options import SupervisedConfig
+from rlite.wording import counted
 
 C = TypeVar("C", bound=SupervisedConfig)
-SHOWN_OF_PAIRS = ("loss", "accuracy", "margin", "seconds", "tokens_per_second", "lr", "grad_norm")
-"""metrics of every step for the console of trainers on preference pairs"""
-HEADLINES_OF_PAIRS = ("test_loss", "test_accuracy")
-"""metrics of evaluations for the console of trainers on preference pairs"""
 
 
 class SupervisedTrainer(TrainerLoop, Generic[C]):
@@ -231,8 +229,10 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
 
     def evaluation_plan(self) -> dict[str, str]:
         """Return what is evaluated and when, as text by topic."""
-        every = self.schedule.intervals
-        return {topic_of(name): losses_plan(len(rows), every[name]) for name, rows in self.test_sets.items()}
+        return {
+            topic_of(name): f"loss of {counted(len(rows), 'item')}, {interval(self.schedule.intervals[name])}"
+            for name, rows in self.test_sets.items()
+        }
 
     def _save(self) -> None:
         owed = self.schedule.due() if self.run.is_interrupted else []
@@ -315,3 +315,12 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
             given: objects of a program, in place of what the options name.
         """
         return {}
+
+
+class PairTrainer(SupervisedTrainer[C]):
+    """Trainer on preference pairs (`rlite.data.sft.preference_rows`)."""
+
+    tokenise = preference_rows
+    kind = "preferences"
+    shown = ("loss", "accuracy", "margin", "seconds", "tokens_per_second", "lr", "grad_norm")
+    headlines = ("test_loss", "test_accuracy")

@@ -9,7 +9,7 @@ from annotated_types import Ge
 from pydantic import Field
 
 import rlite
-from rlite.config import Count, FinitePositive, Options, Rate
+from rlite.config import Count, FinitePositive, Options, Rate, changed
 from rlite.help import single_or_named
 from rlite.registry import algorithms
 from rlite.trainer.held_out import GeneratedOptions, HeldOutOptions, key_of
@@ -127,9 +127,10 @@ class SftConfig(SupervisedConfig):
         """Yield a message for a mean that this loss does not have, and for options that only answers have."""
         yield from super().problems()
         for name, own in self.test_data.items():
-            if own.of_answers and not own.is_generated:
+            unread = [option for option in changed(own) if option not in HeldOutOptions.model_fields]
+            if unread and not own.is_generated:
                 yield (
-                    f"{key_of(name)}.{own.of_answers[0]} is an option of answers that the model generates; give "
+                    f"{key_of(name)}.{unread[0]} is an option of answers that the model generates; give "
                     f"{key_of(name)}.reward.path as well, or leave it out"
                 )
         if self.actor.avg_level == "constant":

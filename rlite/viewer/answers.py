@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rlite.arguments import flat
 from rlite.errors import DataError
 from rlite.evaluation.statistics import clustered_errors, wrong_score
 from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
 from rlite.viewer.run import ViewedRun
 from rlite.viewer.trace import timeline
+from rlite.yaml_texts import flat
 
 MAX_WHOLE = 2**63 - 1
 """largest number of a group"""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlite import config
-from rlite.arguments import spelled, split_positional
 from rlite.errors import ConfigError
+from rlite.key_value import spelled, split_positional
 from rlite.viewer.export import export
 from rlite.viewer.options import ViewConfig
 from rlite.viewer.run import ViewedRun, open_runs

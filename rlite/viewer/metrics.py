@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 
 from rlite import files
 from rlite.trainer.run.folder import LEARNING
+from rlite.trainer.run.observer import DRIFT_LIMIT
 from rlite.wording import counted
 
 FILE = "metrics.jsonl"
@@ -131,8 +132,6 @@ RECENT = 10
 """steps that count as now"""
 MAX_UNIFORM = 0.5
 MAX_TRUNCATED = 0.25
-MAX_DRIFT = 0.1
-"""nats per token; as `rlite.services.console.alarms.DRIFT_LIMIT`"""
 MAX_LOST = 0.05
 STALL = 6.0
 """times its median"""
@@ -200,9 +199,9 @@ def _shares(metrics: MetricsLog, is_uniform_useless: bool) -> Iterator[Advice]:
 
 def _drift(metrics: MetricsLog) -> Iterator[Advice]:
     values = metrics.recent("logprob_drift", RECENT)
-    if values and (drift := max(values)) > MAX_DRIFT:
+    if values and (drift := max(values)) > DRIFT_LIMIT:
         reason = f"Their log-probabilities differed by up to {drift:.3f} nats per token in the last {len(values)} "
-        reason += f"steps (limit {MAX_DRIFT}). The engine does not serve the policy, or the rollouts are too old."
+        reason += f"steps (limit {DRIFT_LIMIT}). The engine does not serve the policy, or the rollouts are too old."
         yield Advice(level="alarm", title="Trainer and engine disagree", reason=reason, metric="logprob_drift")
 
 

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, Literal
 
 from rlite import files
-from rlite.arguments import read_saved
 from rlite.errors import ConfigError
 from rlite.runtime.owner import LOCK, read_owner
 from rlite.services.record.files import FOLDER as RECORD
@@ -19,6 +18,7 @@ from rlite.services.record.files import read_gaps
 from rlite.services.record.reader import RecordReader, read_part_aside
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.trace import TRACE, TraceLog
+from rlite.yaml_texts import read_saved
 
 CONFIG = "config.yaml"
 Change = Literal["run", "trace"]

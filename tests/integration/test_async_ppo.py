@@ -11,8 +11,8 @@ from rlite.rollout import SingleTurnWorkflow
 from rlite.trainer.options import SamplingOptions as Sampling
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.rl.device_plan import divide_devices
 from rlite.trainer.rl.options import ActorOptions, PolicyLossOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.placement import divide_devices
 from tests.integration.rewards import digits
 from tests.recorded import recorded
 from tests.tiny import build_model_dir

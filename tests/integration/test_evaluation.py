@@ -26,8 +26,8 @@ from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.options import SamplingOptions, SetSamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.rl.device_plan import without_evaluation
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.placement import without_evaluation
 from tests import forked_python
 from tests.integration.rewards import digits
 from tests.integration.signals import interrupted, terminate

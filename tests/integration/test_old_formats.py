@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 import rlite
 from rlite import config
-from rlite.arguments import flat, read_saved
 from rlite.cli import main
 from rlite.engine.train import RliteTrainEngine
 from rlite.nn import LoraOptions
@@ -38,6 +37,7 @@ from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.supervised_options import DpoConfig, KtoConfig, SftConfig
 from rlite.viewer.export import export
 from rlite.viewer.run import UNFINISHED, open_runs
+from rlite.yaml_texts import flat, read_saved
 from tests import forked_python
 from tests.data.make import PLACE, digests, replace
 from tests.integration.worlds import environment, free_port

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AllowInfNan
 
-from rlite.arguments import named
 from rlite.config import Options, describe, inherit, load, quick_checks, save, to_container
 from rlite.errors import ConfigError, UnknownOptionError
+from rlite.key_value import named
 
 Kind = Literal["adamw", "sgd"]
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator
 
-from rlite.arguments import named, spelled, split_positional
 from rlite.config import Count, Finite, Natural, Seconds, Seed
 from rlite.data.source import Source
 from rlite.errors import ConfigError
 from rlite.files import file_name
+from rlite.key_value import named, spelled, split_positional
 from rlite.rollout.environments.file import EnvironmentOptions, is_gym_file
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out import SOLVED_AT, problems_of_k

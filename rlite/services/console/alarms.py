@@ -7,13 +7,10 @@ from collections.abc import Iterator, Mapping
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.rollout.collector.lost_groups import Selection, kind_of
 from rlite.trainer.callbacks import Metrics
-from rlite.trainer.run.observer import Observer
+from rlite.trainer.run.observer import DRIFT_LIMIT, Observer
 from rlite.trainer.run.training_run import TrainingRun
 
 LOST = "rollout/lost/"
-DRIFT_LIMIT = 0.1
-"""mean |log p(trainer) - log p(engine)| per token, in nats. Above it, the two are not the same policy; if rollouts run
-ahead, the policy has moved too far"""
 LOOK = {"look at": "the record (rlite view), the reward function, how hard the prompts are, and the temperature"}
 REPEAT_AFTER = 50
 """steps after which an alarm whose cause lasts is given again"""

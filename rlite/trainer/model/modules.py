@@ -29,6 +29,7 @@ from rlite.trainer.rl.objective import OwnLogprobs
 class _Optimized(LoraTrainModule):
     """A module with the optimizer described by `optimizer_options`. Without options it is a reference model."""
 
+    _keeps_dropout = False
     optimizer_options: OptimizerOptions | None = None
     parameter_groups: Sequence[ParameterGroup] = ()
 
@@ -57,13 +58,9 @@ class _Optimized(LoraTrainModule):
 class PolicyModule(_Optimized, HuggingFaceFsdp2TrainModule):
     """A causal language model."""
 
-    _keeps_dropout = False
-
 
 class CriticModule(_Optimized, HuggingFaceFsdp2ScoreModule):
     """A model with one number per token: a critic's values, or a reward model's scores."""
-
-    _keeps_dropout = False
 
 
 def schedule(options: OptimizerOptions) -> Callable[[int], float]:
@@ -152,16 +149,15 @@ class Reference:
 
     def __init__(self, options: FrozenModelOptions, actor: ModelOptions, engine: RliteTrainEngine) -> None:
         self._options, self._actor, self._actor_engine = options, actor, engine
-        own = options.model_name or actor.model_name
-        is_plain = own == actor.model_name and options.use_liger_kernel is None and not options.offload_model
+        self._name = options.model_name or actor.model_name
+        is_plain = self._name == actor.model_name and options.use_liger_kernel is None and not options.offload_model
         self.is_actor = actor.lora is not None and is_plain
         """the reference is the actor without its adapters"""
-        self.engine = engine if self.is_actor else RliteTrainEngine(policy_module(own))
+        self.engine = engine if self.is_actor else RliteTrainEngine(policy_module(self._name))
 
     def describe(self) -> str:
         """Return the reference in words."""
-        own = self._options.model_name or self._actor.model_name
-        return "reference: the model without its adapters" if self.is_actor else f"reference {own}"
+        return "reference: the model without its adapters" if self.is_actor else f"reference {self._name}"
 
     def build(self, build_options: Mapping[str, Any]) -> None:
         """Place the reference beside the actor, if it is a model of its own.

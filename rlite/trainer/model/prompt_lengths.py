@@ -44,15 +44,12 @@ def longest_prompt(
         try:
             ids = workflow.opening(row) or ()
             check_ids(ids, vocab_size)
-            length = len(ids)
+            if len(ids) >= max_length:
+                room = f"which leaves no room for an answer in {max_length} {limits}"
+                raise DataError(f"its prompt has {len(ids)} tokens, {room}")
         except DataError as error:
             raise DataError(f"{place_of(rows, number, where)}: {error}") from error
-        if length >= max_length:
-            raise DataError(
-                f"{place_of(rows, number, where)}: its prompt has {length} tokens, which leaves no room for an answer "
-                f"in {max_length} {limits}"
-            )
-        longest = max(longest, length)
+        longest = max(longest, len(ids))
     return longest
 
 

@@ -13,7 +13,7 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import ValueLoss, own_values
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.options import KlOptions
+from rlite.trainer.rl.options import ActorOptions, CriticOptions, KlOptions
 from rlite.trainer.run.training_run import loss_stats
 
 
@@ -23,16 +23,18 @@ class Critic:
     Args:
         engines: take turns on the device.
         engine: holds the critic.
-        loss: the loss of its values.
-        num_updates: optimizer steps of a rollout batch.
-        longest: tokens of one microbatch in passes that train nothing; None is the engine's default.
+        options: options of the critic.
+        actor: options of the actor, which complete them.
+        length: tokens of the longest answer.
     """
 
     def __init__(
-        self, engines: Engines, engine: RliteTrainEngine, loss: ValueLoss, num_updates: int, longest: int | None
+        self, engines: Engines, engine: RliteTrainEngine, options: CriticOptions, actor: ActorOptions, length: int
     ) -> None:
-        self._engines, self._engine, self._loss = engines, engine, loss
-        self._num_updates, self._longest = num_updates, longest
+        self._engines, self._engine, self._num_updates = engines, engine, actor.update_per_rollout
+        self._longest = options.inference_length(actor)
+        level = options.as_model(actor).avg_level
+        self._loss = ValueLoss(clip=options.clip, avg_level=level, max_new_tokens=length)
 
     @stats_tracker.record_timing("values")
     def with_values(self, batch: TensorDict) -> TensorDict:

@@ -109,8 +109,6 @@ class LogprobPasses:
     """temperature of the log-probabilities that are trained"""
     has_reference: bool = False
     """leaving the reference policy costs something"""
-    is_base_reference: bool = False
-    """the reference is the actor without its adapters"""
     has_old: bool = False
     """something compares with the policy before the updates of a batch"""
     longest: tuple[int | None, int | None] = (None, None)
@@ -131,7 +129,7 @@ class LogprobPasses:
             engine = self.engines.reference or self.engines.actor
             self.engines.move_to_device(engine)
             hook = OwnLogprobs(temperature=self.temperature, is_full=True)
-            logprobs = engine.forward(batch, hook, self.longest[1], without_adapters=self.is_base_reference)
+            logprobs = engine.forward(batch, hook, self.longest[1], without_adapters=engine is self.engines.actor)
         return with_keys(batch, ref_logprobs=logprobs)
 
     def with_old(self, batch: TensorDict) -> TensorDict:
@@ -143,8 +141,7 @@ class LogprobPasses:
             return batch
         with stats_tracker.record_timing("old_logprobs"):
             self.engines.move_to_device(self.engines.actor)
-            hook = BothLogprobs(temperature=self.temperature)
-            found = self.engines.actor.forward(batch, hook, self.longest[0])
+            found = self.engines.actor.forward(batch, BothLogprobs(temperature=self.temperature), self.longest[0])
         columns = {"old_logprobs": found[..., 0].contiguous()}
         if "kept_counts" in batch:
             columns["full_old_logprobs"] = found[..., 1].contiguous()

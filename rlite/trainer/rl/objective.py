@@ -54,12 +54,15 @@ def compute_advantages(
         estimator: the result of `outcome_estimator(adv)`, which need not be made for every batch.
     """
     penalty, rewards = _penalty(batch, kl, kl.coef if kl_coef is None else kl_coef), token_rewards(batch)
+    groups = batch["group_ids"][first_rows(batch)]
+    if is_single:
+        groups = torch.zeros_like(groups)
     if kl.type == "reward":
         rewards = rewards - penalty
     if estimator := estimator or outcome_estimator(adv):
-        columns = _outcomes(batch, rewards, adv.gamma, estimator, is_single, weights or {})
+        columns = _outcomes(batch, rewards, groups, adv.gamma, estimator, weights or {})
     else:
-        columns = token_advantages(batch, rewards, adv, _groups(batch, is_single), *_end_to_end(batch))
+        columns = token_advantages(batch, rewards, adv, groups, *_end_to_end(batch))
     if kl.type == "advantage":
         columns["advantages"] = columns["advantages"] - penalty
     return with_keys(batch, **columns)
@@ -76,18 +79,12 @@ def _penalty(batch: TensorDict, kl: KlOptions, coef: float) -> Tensor:
     return torch.where(mask, coef * divergence, 0.0)
 
 
-def _groups(batch: TensorDict, is_single: bool) -> Tensor:
-    """Return the group of each trajectory [M]; with one response to each prompt the whole batch is one group."""
-    groups = batch["group_ids"][first_rows(batch)]
-    return torch.zeros_like(groups) if is_single else groups
-
-
 def _outcomes(
     batch: TensorDict,
     rewards: Tensor,
+    groups: Tensor,
     gamma: float,
     estimator: Configured,
-    is_single: bool,
     weights: Mapping[str, float],
 ) -> dict[str, Tensor]:
     """Return the same advantage for all action tokens of a trajectory."""
@@ -102,7 +99,7 @@ def _outcomes(
     scores = torch.where(lengths > 0, discounted, totals)
     if estimator.name == "gdpo":
         scores, estimator = of_named_rewards(batch, estimator, weights)
-    advantages = algorithms.outcome_advantages(estimator, scores, _groups(batch, is_single), lengths=lengths)
+    advantages = algorithms.outcome_advantages(estimator, scores, groups, lengths=lengths)
     return {"advantages": advantages.float()[index][:, None] * batch["loss_mask"]}
 
 
@@ -247,9 +244,8 @@ class PolicyLoss(TokenMean, OnCounted):
         loss, metrics = algorithms.policy_loss(self.configured, inputs)
         report = {f"policy_loss/{name}" if name in OWN_METRICS else name: value for name, value in metrics.items()}
         report |= {"entropy": tokens.entropy, "logprob_drift": (old - behaviour).abs()}
-        if self.off_policy_threshold is not None:
+        if (bound := self.off_policy_threshold) is not None:
             given = tokens.logprobs, behaviour, inputs.advantages, mask
-            bound = self.off_policy_threshold
             near = algorithms.off_policy_sequence_mask(*given, threshold=bound, cu_seqlens=cu_seqlens)
             loss, report["off_policy_dropped"] = torch.where(near, loss, 0.0), (~near).to(loss.dtype)
         loss = loss - self.entropy_coef * tokens.entropy
@@ -305,8 +301,7 @@ class OwnLogprobs(OnLogprobs):
             tokens: log-probabilities at the positions that predict the tokens, `[T]`.
             data: the pack's keys.
         """
-        logprobs = tokens.full_logprobs if self.is_full else tokens.logprobs
-        return algorithms.previous_token(logprobs, data["cu_seqlens"])
+        return algorithms.previous_token(tokens.full_logprobs if self.is_full else tokens.logprobs, data["cu_seqlens"])
 
 
 class BothLogprobs(OwnLogprobs):

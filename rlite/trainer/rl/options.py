@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 from pydantic import Field
 
 import rlite
 from rlite import config
-from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
+from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share, changed
 from rlite.errors import ConfigError, did_you_mean
 from rlite.help import single_or_named
 from rlite.nn.options import LoraOptions
@@ -129,8 +129,7 @@ class ActorOptions(ModelOptions):
         Raises:
             ConfigError: the sizes do not divide the world.
         """
-        own = {"deterministic": True} if self.deterministic else {}
-        return super().build_options(world_size, seed) | own
+        return super().build_options(world_size, seed) | ({"deterministic": True} if self.deterministic else {})
 
 
 class ReferenceOptions(FrozenModelOptions):
@@ -151,6 +150,10 @@ class ReferenceOptions(FrozenModelOptions):
         """Return the model's options, completed by the actor's. A model that is not trained has no adapters."""
         filled: dict[str, Any] = {**dict(actor), "lora": None, **dict(config.inherit(self, actor))}
         return ModelOptions(**{name: filled[name] for name in ModelOptions.model_fields})
+
+    def inference_length(self, actor: ActorOptions) -> int | None:
+        """Return the tokens of one microbatch in passes that train nothing; None is the engine's default."""
+        return self.max_inference_length_per_device or actor.max_inference_length_per_device
 
 
 class CriticOptions(ReferenceOptions):
@@ -255,14 +258,6 @@ class AdvantageOptions(Options):
         return () if given.get("estimator", "reinforce") in ("reinforce", "gae") else ("global_norm", "norm_var")
 
 
-class EqualRewards(NamedTuple):
-    """Answer to the question whether groups of equal rewards may teach something."""
-
-    can_teach: bool
-    reason: str = ""
-    """why they may, in words"""
-
-
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
@@ -301,14 +296,9 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
                 "training take turns on all devices; set both or neither"
             )
 
-    @property
-    def evaluation_sampling(self) -> SamplingOptions:
-        """Sampling for evaluation, completed by the sampling for training."""
-        return self.test_sampling_params.completed_by(self.train_sampling_params)
-
     def sampling_of(self, own: SetSamplingOptions) -> SamplingOptions:
-        """Return the sampling of a set to evaluate on, completed by the sampling for evaluation."""
-        return own.completed_by(self.evaluation_sampling)
+        """Return the sampling of a set to evaluate on, completed by the sampling for evaluation and for training."""
+        return own.completed_by(self.test_sampling_params.completed_by(self.train_sampling_params))
 
 
 class PromptOptions(TableOptions):
@@ -417,12 +407,12 @@ class PpoConfig(LaunchOptions):
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""
-        if self.rollout.dynamic_filtering and (equal := self.equal_rewards).can_teach:
+        if self.rollout.dynamic_filtering and (reason := self.lesson_of_equal_rewards):
             yield (
                 "rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: "
-                f"{equal.reason}; leave rollout.dynamic_filtering out"
+                f"{reason}; leave rollout.dynamic_filtering out"
             )
-        if self.is_greedy and not self.equal_rewards.can_teach:
+        if self.rollout.train_sampling_params.temperature == 0 and not self.lesson_of_equal_rewards:
             yield (
                 "temperature 0 in training (rollout.train_sampling_params, or the workflow's gconfig): all "
                 f"{self.responses_per_prompt} responses to a prompt are the same, and adv.estimator="
@@ -474,7 +464,7 @@ class PpoConfig(LaunchOptions):
     def is_base_reference(self) -> bool:
         """True if the reference is the actor without its adapters: no other model, layout or kernel is asked for."""
         own, may_differ = self.ref_actor, {"model_name", "max_inference_length_per_device"}
-        is_same = own.model_name in (None, self.actor.model_name) and may_differ.issuperset(_changed(own))
+        is_same = own.model_name in (None, self.actor.model_name) and may_differ.issuperset(changed(own))
         return self.has_reference and self.actor.lora is not None and is_same
 
     @property
@@ -489,19 +479,17 @@ class PpoConfig(LaunchOptions):
         return self.train_data.prompts_per_rollout * self.responses_per_prompt
 
     @property
-    def is_greedy(self) -> bool:
-        """True if training takes the most likely tokens."""
-        return self.rollout.train_sampling_params.temperature == 0
-
-    @property
     def has_dynamic_filtering(self) -> bool:
         """True if groups of equal rewards are replaced."""
         asked = self.rollout.dynamic_filtering
-        return not self.equal_rewards.can_teach if asked is None else asked
+        return not self.lesson_of_equal_rewards if asked is None else asked
 
     @property
-    def equal_rewards(self) -> EqualRewards:
-        """Effect of groups of equal rewards: they may teach if an advantage depends on more than their rewards."""
+    def lesson_of_equal_rewards(self) -> str:
+        """Reason why groups of equal rewards may teach something, in words; "" if they teach nothing.
+
+        They may teach if an advantage depends on more than the rewards of its group.
+        """
         adv, kl, group_size = self.adv, self.kl, self.responses_per_prompt
         reasons = {
             "adv.estimator=gae advantages depend on the critic": adv.estimator == "gae",
@@ -510,15 +498,14 @@ class PpoConfig(LaunchOptions):
             f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
             f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
         }
-        if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None:
-            return EqualRewards(True, f"with {reason}")
+        if found := [text for text, holds in reasons.items() if holds]:
+            return f"with {found[0]}"
         is_wider = adv.estimator in ("gdpo", *WHITENED)
         if adv.estimator == "reinforce":
-            return EqualRewards(False)
+            return ""
         if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
-            return EqualRewards(False)
-        wider = f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
-        return EqualRewards(True, wider)
+            return ""
+        return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
 
     def collector_options(self) -> CollectorOptions:
         """Return the options of the rollout engine's collector."""
@@ -533,28 +520,20 @@ class PpoConfig(LaunchOptions):
 
     def without_effect(self) -> str:
         """Return the options that were set although nothing reads them, with the reason; "" if there are none."""
-        defaults = {name: option.default for name, option in type(self).model_fields.items()}
-
-        def changed(*groups: str) -> str:
-            fields = ((group, field) for group in groups for field in _changed(getattr(self, group), defaults[group]))
-            return ", ".join(f"{group}.{field}" for group, field in fields if field != "type")
-
-        critic = "" if self.has_critic else changed("critic")
-        reference = "" if self.has_reference else changed("ref_actor", "kl")
-        found = [f"{critic} (adv.estimator={self.adv.estimator} has no critic)"] if critic else []
-        found += [f"{reference} (kl.type=null has no reference)"] if reference else []
-        return "; ".join(found)
+        reasons = {} if self.has_critic else {"critic": f"adv.estimator={self.adv.estimator} has no critic"}
+        if not self.has_reference:
+            reasons |= dict.fromkeys(("ref_actor", "kl"), "kl.type=null has no reference")
+        found: dict[str, list[str]] = {}
+        for group, reason in reasons.items():
+            names = changed(getattr(self, group), type(self).model_fields[group].default)
+            found.setdefault(reason, []).extend(f"{group}.{name}" for name in names if name != "type")
+        return "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in found.items() if keys)
 
     @property
     def temperature(self) -> float:
         """Temperature of the log-probabilities that are trained; 1 if sampling is greedy."""
         chosen = self.actor.temperature
         return self.rollout.train_sampling_params.temperature or 1.0 if chosen is None else chosen
-
-    def inference_length(self, model: ReferenceOptions | None = None) -> int | None:
-        """Return the tokens of one microbatch of the actor, or of a model beside it, in passes that train nothing."""
-        own = None if model is None else model.max_inference_length_per_device
-        return self.actor.max_inference_length_per_device if own is None else own
 
     @property
     def models(self) -> list[ModelOptions]:
@@ -579,16 +558,10 @@ def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> Rol
     said = {option: getattr(gconfig, option) for option in type(group).model_fields}
     said |= {"temperature": 0.0 if gconfig.greedy else gconfig.temperature, "top_k": max(gconfig.top_k, 0)}
     said |= {option: list(said[option]) for option in ("stop", "stop_token_ids")}
-    for option in _changed(group):
+    for option in changed(group):
         if getattr(group, option) != said[option]:
             raise ConfigError(
                 f"rollout.{name}.{option}={getattr(group, option)!r}, and the workflow samples with {option}="
                 f"{said[option]!r}: the workflow's gconfig decides sampling; remove the option or change the gconfig"
             )
     return rollout.replace(**{name: type(group)(**said)})
-
-
-def _changed(group: Options, own: Options | None = None) -> list[str]:
-    """Return the options of a group that are not at their defaults, which may be those of a preset."""
-    default = dict(own or type(group)())
-    return [name for name, value in group if value != default[name]]

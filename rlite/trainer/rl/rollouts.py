@@ -23,11 +23,10 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.saved import plain
 from rlite.trainer.rl.filtering import num_uniform, replace_uniform_groups
 from rlite.trainer.rl.options import RolloutOptions
-from rlite.trainer.rl.placement import check_kept, truncation
+from rlite.trainer.rl.truncation import check_kept, truncation
 
 SAID_ONCE = {"scores": "score", "num_turns": "turns", "num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
 """keys of a whole trajectory that workflows may write, each with the metric that its mean is"""
-PERCENTILES = {"p50": 0.5, "p95": 0.95}
 
 
 class Generated:
@@ -39,12 +38,13 @@ class Generated:
     def add(self, batch: TensorDict, is_one_group: bool = False) -> None:
         """Count every trajectory of a batch, by `group_ids` or all of them as one group. Safe in any thread."""
         first, index = first_rows(batch), trajectory_index(batch)
-        zeros, rewards = torch.zeros(len(first)), _rewards(batch)
+        zeros, rewards = torch.zeros(len(first)), trajectory_rewards(batch)
         groups = torch.zeros(len(first), dtype=torch.int64) if is_one_group else batch["group_ids"][first]
+        members = [rewards[groups == group] for group in groups.unique()]
         part = {
             "reward": rewards,
             "response_length": zeros.index_add(0, index, batch["loss_mask"].sum(-1).float()),
-            "uniform_groups": _are_uniform(rewards, groups),
+            "uniform_groups": torch.tensor([len(own.unique()) == 1 for own in members if len(own) > 1]),
         }
         # a user's workflow may leave these out
         if "truncated" in batch:
@@ -66,26 +66,15 @@ class Generated:
         for key in ("reward", "response_length"):
             metrics |= {f"{key}_min": values[key].min().item(), f"{key}_max": values[key].max().item()}
         metrics["reward_std"] = values["reward"].std(correction=0).item()
-        for name, share in PERCENTILES.items():
+        for name, share in {"p50": 0.5, "p95": 0.95}.items():
             metrics[f"response_length_{name}"] = values["response_length"].quantile(share).item()
         return metrics
 
 
-def mean_reward(batch: TensorDict) -> float:
-    """Return the mean reward of the trajectories of a batch."""
-    return _rewards(batch).mean().item()
-
-
-def _rewards(batch: TensorDict) -> Tensor:
+def trajectory_rewards(batch: TensorDict) -> Tensor:
     """Return the reward of each trajectory [M], also if it is given token by token."""
     rewards = batch["rewards"][first_rows(batch)].double()
     return rewards if rewards.dim() == 1 else rewards.sum(1)
-
-
-def _are_uniform(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return for each group of several trajectories whether all its rewards are equal."""
-    members = [rewards[groups == group] for group in groups.unique()]
-    return torch.tensor([len(own.unique()) == 1 for own in members if len(own) > 1])
 
 
 TRAINED_ON = ("loss_mask", "logprobs", "rewards")
@@ -141,8 +130,7 @@ class Rollouts:
             # at the end of an epoch a refill may ask a prompt again: another place draws another answer
             place = len(asked)
             asked.extend(prompts)
-            collector = self._engine.collector
-            batch = collector.collect(prompts, self._workflow, self._group_size, first_place=place).batch
+            batch = self._engine.collector.collect(prompts, self._workflow, self._group_size, first_place=place).batch
             if batch is not None:
                 self._check(batch)
                 self._generated.add(batch)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlite import files
 from rlite.errors import ConfigError, did_you_mean, writing
-from rlite.observability import trace
 from rlite.runtime.storage.atomic import publish
 from rlite.trainer.held_out import KEY, reaches
 from rlite.trainer.options import RunOptions
@@ -39,8 +36,8 @@ class BestModel:
 
     def __init__(self, options: RunOptions, folder: Path) -> None:
         self._metric = options.best_metric
-        self._is_lowest = self._metric is not None and is_lowest_best(options, self._metric)
-        self._goal = {"metric": self._metric, "is_lowest": self._is_lowest}
+        is_lowest = self._metric is not None and is_lowest_best(options, self._metric)
+        self._goal = {"metric": self._metric, "is_lowest": is_lowest}
         self._folder = folder
         self._missed: set[str] = set()
         self.value: float | None = None
@@ -79,7 +76,7 @@ class BestModel:
         if self._metric not in metrics:
             return
         value = metrics[self._metric]
-        is_better = self.value is None or (value < self.value if self._is_lowest else value > self.value)
+        is_better = self.value is None or (value < self.value if self._goal["is_lowest"] else value > self.value)
         if is_better and not math.isnan(value):  # nan is neither better than another, nor one to be beaten
             evaluated = self._folder / EVALUATED
             save(evaluated)
@@ -208,29 +205,3 @@ def check_evaluated(options: RunOptions, evaluated: Sequence[str]) -> None:
         if name not in evaluated:
             shown = ", ".join(evaluated) if len(evaluated) <= 12 else did_you_mean(name, evaluated)
             raise ConfigError(f"trainer.{option}={name}: expected a metric of the evaluation, {shown}")
-
-
-class EvaluationTime:
-    """Adds up the time of evaluations until it is logged."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Count the time of the `with` block.
-
-        Yields:
-            None.
-        """
-        began = time.perf_counter()
-        try:
-            with trace.span("evaluate"):
-                yield
-        finally:
-            self._seconds += time.perf_counter() - began
-
-    def take(self) -> dict[str, float]:
-        """Return the time since the last call, as the metric `seconds_evaluate`."""
-        seconds, self._seconds = self._seconds, 0.0
-        return {"seconds_evaluate": seconds}

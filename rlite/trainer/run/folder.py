@@ -1,14 +1,10 @@
-"""Start of a run in its folder: a new run, the existing run continued, or a refusal."""
+"""The folder of a run: names of its files, its lock, and the deletion of an overwritten run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from rlite.arguments import differences, read_saved, shown, some_of
-from rlite.errors import ConfigError
 from rlite.observability.trace import earlier_traces
 from rlite.runtime.owner import LOCK, FolderLock, lock_folder
 from rlite.runtime.storage.atomic import discard
@@ -24,71 +20,6 @@ TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 TRACE = "trace.json"
 RESULTS = "results.json"
 """results of `rlite eval`, if it has once written into the run's folder; they hide the run's curves"""
-NEWEST = ("latest", "latest_good")
-MAY_DIFFER = {
-    *("imports", "launcher", "num_devices"),
-    *(
-        f"trainer.{name}"
-        for name in (
-            *("save_dir", "load_ckpt_from", "overwrite"),
-            *("total_steps", "n_epochs", "max_skipped_steps", "max_recoveries", "callbacks", "console"),
-            *("save_freq", "save_async", "keep", "test_freq", "best_metric", "best_is_highest"),
-            *("stop_at", "evaluate", "evaluation_devices"),
-            *("record", "record_limit"),
-            *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
-        )
-    ),
-}
-"""options that may change while a run is still the same run: where and how long it runs, what it writes, and the files
-of its own code"""
-
-
-def begins_anew(folder: Path, load_ckpt_from: str | None) -> bool:
-    """Return True if the options ask for a new run in `folder`, and not for a continuation of its run."""
-    return load_ckpt_from not in NEWEST and (
-        load_ckpt_from is None or folder.resolve() not in Path(load_ckpt_from).resolve().parents
-    )
-
-
-def checkpoint_to_load(
-    folder: Path, load_ckpt_from: str | None, is_overwritten: bool, options: Mapping[str, Any]
-) -> str | None:
-    """Choose the checkpoint to resume from: in a used folder the newest one, if the run is the same.
-
-    A run that ended before its first step leaves no results, so a run with other options may start in its folder.
-
-    Args:
-        folder: the run's folder; it need not exist.
-        load_ckpt_from: a path, "latest", "latest_good", or None.
-        is_overwritten: start a new run, regardless of the content of the folder.
-        options: the run's config, as `rlite.config.to_container` gives it.
-
-    Returns:
-        A path, "latest" or "latest_good"; None for a new run.
-
-    Raises:
-        ConfigError: the folder holds the results of another run. Nothing is changed.
-    """
-    used = [name for name in TRACES if (folder / name).exists()]
-    if is_overwritten or not used or not begins_anew(folder, load_ckpt_from):
-        return load_ckpt_from
-    saved = _read(folder / CONFIG)
-    different = [saved] if isinstance(saved, str) else _differences(saved, options, load_ckpt_from)
-    if not different:
-        return "latest" if any((folder / "state").glob("step-*")) else load_ckpt_from
-    foreign = [] if isinstance(saved, str) else [key for key in saved if key not in options]
-    if foreign:
-        raise ConfigError(
-            f"trainer.save_dir={folder}: it holds the results of another trainer ({', '.join(foreign)}: no "
-            "option of this one). Choose another folder, or replace its results (trainer.overwrite=true)"
-        )
-    if not isinstance(saved, str) and not _has_steps(folder):
-        return load_ckpt_from
-    raise ConfigError(
-        f"trainer.save_dir={folder}: it holds the results of another run ({some_of(different)}). "
-        "Choose another folder; or go on with that run under these options (trainer.load_ckpt_from=latest); or replace "
-        "its results (trainer.overwrite=true)"
-    )
 
 
 def lock(folder: Path) -> FolderLock:
@@ -114,60 +45,9 @@ def clear(folder: Path) -> None:
         discard(path)
 
 
-def _has_steps(folder: Path) -> bool:
-    """Return whether the folder holds results of a step: checkpoints, a best model, or metrics.
-
-    Rollouts count for a run that writes no file of metrics. Otherwise they may be those of a first step that failed.
-    """
-    if any(True for pattern in ("state/step-*", BEST) for _ in folder.glob(pattern)):
-        return True
-    try:
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-        return any(json.loads(line)["step"] > 0 for line in lines)
-    except FileNotFoundError:
-        return any(True for _ in folder.glob(f"{RECORD}/train-*"))
-    except (OSError, ValueError, TypeError, KeyError):
-        return True  # metrics that cannot be read may be results
-
-
 def _is_of_evaluation(file: Path) -> bool:
     """Return whether a file has the results of `rlite eval`, and is no other file of that name."""
     try:
         return "models" in json.loads(file.read_bytes())
     except (OSError, ValueError, TypeError):
         return False
-
-
-def _read(file: Path) -> Mapping[str, Any] | str:
-    """Return the options in the file, or why there are none."""
-    try:
-        return read_saved(file)
-    except FileNotFoundError:
-        return f"{CONFIG} is missing"
-    except ConfigError as error:
-        return str(error)
-
-
-def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt_from: str | None) -> list[str]:
-    """Return which options differ from the saved ones. An option that was not saved is newer, and does not count."""
-    before, now = dict(_paths(saved)), dict(_paths(options))
-    compared = [
-        key
-        for key, value in before.items()
-        if not {key, key.rpartition(".")[0]} & MAY_DIFFER
-        if not isinstance(value, Mapping) or not value  # of a group, its options
-    ]
-    found = differences(before, now, compared)
-    if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):
-        found.append(
-            f"trainer.load_ckpt_from: {shown(before.get('trainer.load_ckpt_from'))} there, {load_ckpt_from} here"
-        )
-    return found
-
-
-def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every group and every value with its path."""
-    for key, value in tree.items():
-        yield f"{prefix}{key}", value
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{prefix}{key}.")

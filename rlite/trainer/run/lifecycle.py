@@ -1,35 +1,30 @@
-"""The begin, the saves and the end of a run, and what becomes of a run that diverges."""
+"""The begin, the saves and the end of a run, as methods of `TrainingRun`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import DivergedError, NonFiniteError, RolloutError
 from rlite.observability import stats_tracker, trace
 from rlite.trainer.callbacks import Callbacks
+from rlite.trainer.run.divergence import raise_diverged
 from rlite.trainer.run.interruption import INTERRUPTION
 
 if TYPE_CHECKING:
     from rlite.trainer.run.training_run import TrainingRun
 
-EXPLOSION = 10.0
-"""times the first loss (at least 1) beyond which a loss has exploded"""
-WATCHED = ("loss", "grad_norm", "critic/loss", "critic/grad_norm")
-NOT_FINITE = "the loss or the gradients are not finite, the weights are"
 
-
-def restore(run: TrainingRun, engine: RliteTrainEngine, others: Mapping[str, RliteTrainEngine]) -> dict[str, Any]:
-    """Do what `TrainingRun.restore` says.
+def restore(run: TrainingRun, /, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
+    """Take the engines that this run saves, and load the checkpoint to resume from into them.
 
     Args:
         run: the run.
-        engine: engine of the main model.
-        others: further engines, by name.
+        engine: the engine of the main model. Its weights go into latest/.
+        **others: further engines. Their weights go into NAME_latest/.
 
     Returns:
-        The facts that were saved.
+        The facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
     """
     facts = run.saved.restore(engine, others)
     run.step = facts.get("step", 0)
@@ -42,7 +37,17 @@ def restore(run: TrainingRun, engine: RliteTrainEngine, others: Mapping[str, Rli
 
 
 def open_run(run: TrainingRun) -> None:
-    """Do what `TrainingRun.open` says."""
+    """Write the resolved config, and start the observers and the callbacks.
+
+    From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
+
+    Args:
+        run: the run.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+        CallbackError: a callback raised an exception.
+    """
     stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
     run.saved.open()
     for each in run.observers:
@@ -58,13 +63,19 @@ def open_run(run: TrainingRun) -> None:
         run.close()
 
 
-def save(run: TrainingRun, kept: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> None:
-    """Do what `TrainingRun.save` says.
+def save(run: TrainingRun, /, kept: Mapping[str, Any] | None = None, **facts: Any) -> None:
+    """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
+
+    After a skipped update nothing is written, except for the state at the very end. This state replaces no other state.
 
     Args:
         run: the run.
         kept: plain values and tensors that `restore` returns.
-        facts: further values that `restore` returns.
+        **facts: further values that `restore` returns. They must be representable in JSON.
+
+    Raises:
+        DivergedError: the weights are not finite. Nothing is written.
+        KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
     """
     is_suspect = run.watch.num_bad > 0
     if not is_suspect and (damage := run.saved.nonfinite_weights()):
@@ -93,12 +104,14 @@ def save(run: TrainingRun, kept: Mapping[str, Any] | None, facts: Mapping[str, A
 
 
 def close(run: TrainingRun) -> None:
-    """Do what `TrainingRun.close` says.
+    """Wait for the last checkpoint, notify the callbacks, then close the observers.
 
     Args:
         run: the run.
 
     Raises:
+        CheckpointError: the last checkpoint could not be written.
+        DivergedError: the last steps were bad.
         errors: the error of a callback that raised one, if it ended the run.
     """
     try:
@@ -112,84 +125,6 @@ def close(run: TrainingRun) -> None:
                 raise run.callbacks.failure
     finally:
         INTERRUPTION.end()
-
-
-def alarm(run: TrainingRun, metrics: Mapping[str, float]) -> None:
-    """Report the first of several bad steps.
-
-    Args:
-        run: the run.
-        metrics: metrics of the step.
-
-    Raises:
-        DivergedError: there were too many bad steps, or the weights are not finite.
-    """
-    damage = run.saved.nonfinite_weights()
-    cause = damage or run.watch.cause
-    if damage or run.watch.has_diverged:
-        raise_diverged(run, cause)
-    values = ", ".join(f"{key} {metrics[key]}" for key in WATCHED if key in metrics)
-    remedy = "look at the data and the loss" if run.step <= 1 else "a lower lr is the usual remedy"
-    what = "an update was skipped" if run.watch.cause == NOT_FINITE else "training diverges"
-    steps = f"trainer.max_skipped_steps={run.options.max_skipped_steps} such steps in a row"
-    end = f"no checkpoint is written until a step is good, and the run stops after {steps}"
-    rows = {"cause": f"{cause} ({values}); {remedy}", "from here": end}
-    run.console.alarm(f"ALARM at step {run.step}: {what}", rows)
-
-
-def raise_diverged(run: TrainingRun, cause: str, source: BaseException | None = None) -> NoReturn:
-    """End the run with an error. `latest` now ignores checkpoints that no good step followed.
-
-    Args:
-        run: the run.
-        cause: why it has diverged.
-        source: exception behind the cause.
-
-    Raises:
-        DivergedError: always.
-    """
-    aside, good = run.saved.checkpoints.set_aside()
-    bad = "an earlier one, if the metrics were bad before"
-    way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start over"
-    moved = f" {aside[-1]} is set aside, because no step after it was good." if aside else ""
-    raise DivergedError(
-        f"training diverged at step {run.step}: {cause}. Bad steps: {run.watch.describe()}.{moved} "
-        f"{way} with a lower lr or max_grad_norm, or look at the data and the loss"
-    ) from source
-
-
-def explain(run: TrainingRun, error: DivergedError | RolloutError) -> None:
-    """End a run whose generation failed because its weights or logits are not finite; do nothing for another cause.
-
-    Args:
-        run: the run.
-        error: failure of the generation.
-    """
-    failure = error if isinstance(error, DivergedError) else error.__cause__
-    is_named = isinstance(failure, DivergedError | NonFiniteError)
-    cause = str(failure) if is_named else run.saved.nonfinite_weights()
-    if cause and run.step:
-        raise_diverged(run, cause, error)
-
-
-class Explosion:
-    """Decision whether losses that can be compared, as in supervised training, show that training no longer learns."""
-
-    def __init__(self) -> None:
-        self._first_loss: float | None = None
-
-    def __call__(self, metrics: Mapping[str, float]) -> str:
-        """Return how a finite loss shows it; an empty text if it does not."""
-        if not {"loss", "grad_norm"} <= metrics.keys():
-            return ""
-        loss = metrics["loss"]
-        if self._first_loss is None:
-            self._first_loss = loss
-        if loss > EXPLOSION * max(self._first_loss, 1.0):
-            return f"the loss is more than {EXPLOSION:g} times that of the first step, {self._first_loss:.3g}"
-        if metrics["grad_norm"] == 0 and loss > 0.9 * self._first_loss:
-            return "the gradient is 0, and the loss is not below that of the first step"
-        return ""
 
 
 def save_before_bad_data(run: TrainingRun, save: Callable[[], object]) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rlite.trainer.run.training_run import TrainingRun
 
 Rows = Mapping[str, Any] | Sequence[tuple[str, Any]]
+DRIFT_LIMIT = 0.1
+"""mean |log p(trainer) - log p(engine)| per token, in nats. Above it, the two are not the same policy; if rollouts run
+ahead, the policy has moved too far"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,9 @@
-"""State of a run in its folder, to go on from: the lock of the folder, `latest/`, and checkpoints.
-
-The time at which a run started: the date that its chat template writes, today and after every resume.
-"""
+"""State of a run in its folder, to go on from: the lock of the folder, `latest/`, and checkpoints."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +12,10 @@ from rlite.data.chat.template import CLOCK
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.runtime.cluster.session import at_shutdown
-from rlite.runtime.storage.atomic import FACTS
-from rlite.trainer.run.checkpoints import Checkpoints, steps_of
-from rlite.trainer.run.folder import CONFIG, NEWEST, begins_anew, checkpoint_to_load, clear, lock
+from rlite.trainer.run.checkpoints import Checkpoints
+from rlite.trainer.run.folder import CONFIG, clear, lock
 from rlite.trainer.run.interruption import has_begun
-
-STARTED = "started"
-"""fact of a checkpoint: the time at which its run started"""
-
-
-def wanted_checkpoint(resolved: Any) -> str | None:
-    """Return the checkpoint to resume from: a path, "latest" or "latest_good"; None for a new run.
-
-    Args:
-        resolved: the trainer's config.
-
-    Raises:
-        ConfigError: the folder holds another run.
-    """
-    options = resolved.trainer
-    overwrites = options.overwrite and not has_begun()
-    folder = Path(options.save_dir)
-    return checkpoint_to_load(folder, options.load_ckpt_from, overwrites, config.to_container(resolved))
-
-
-def started_at(resolved: Any) -> datetime:
-    """Return the time at which the run started that is resumed, else the present.
-
-    Args:
-        resolved: the trainer's config. Its group `trainer` has the options of the run.
-
-    Raises:
-        ConfigError: the folder holds another run.
-    """
-    wanted = wanted_checkpoint(resolved)
-    if wanted is None:
-        return datetime.now()
-    steps = steps_of(Path(resolved.trainer.save_dir) / "state")
-    found = [path for _, path in sorted(steps.items(), reverse=True)] if wanted in NEWEST else [Path(wanted)]
-    for path in found:  # a damaged one is reported when it is loaded
-        with suppress(OSError, ValueError, KeyError):
-            return datetime.fromisoformat(json.loads((path / FACTS).read_text())[STARTED])
-        with suppress(OSError):  # an earlier version has not saved the time: it wrote this file when it started
-            return datetime.fromtimestamp((path.parent.parent / CONFIG).stat().st_mtime)
-    return datetime.now()
+from rlite.trainer.run.resume import STARTED, begins_anew, wanted_checkpoint
 
 
 class SavedState:
@@ -150,11 +105,10 @@ class SavedState:
     def nonfinite_weights(self) -> str:
         """Return the names of weights that are not finite, as text; "" if all are finite."""
         engines = {"model": self._engine, **self._others}
-        found = {key: engine.nonfinite_parameters() for key, engine in engines.items()}
         return "; ".join(
             f"weights hold NaN or infinity: {key} {', '.join(names[:3])}{', ...' if names[3:] else ''}"
-            for key, names in found.items()
-            if names
+            for key, engine in engines.items()
+            if (names := engine.nonfinite_parameters())
         )
 
     def write_models(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from rlite.trainer.run.training_run import TrainingRun
-from rlite.wording import counted
 
 
 class EvaluationSchedule:
@@ -38,11 +37,6 @@ class EvaluationSchedule:
         """Return the names of the sets that are due after this step."""
         return list(filter(self.is_due, self.intervals))
 
-    @property
-    def has_owed(self) -> bool:
-        """True if the checkpoint that the run resumed from lacks an evaluation that has not been made since."""
-        return bool(self._owed)
-
     def mark(self, names: Iterable[str]) -> None:
         """Mark sets as evaluated, or their evaluation as begun, after this step."""
         for name in names:
@@ -63,16 +57,6 @@ class EvaluationSchedule:
 def topic_of(name: str) -> str:
     """Return the topic of a set in the plan: "evaluation NAME", or "evaluation" for a set without a name."""
     return f"evaluation {name}".strip()
-
-
-def losses_plan(num_items: int, every: int) -> str:
-    """Return how many items have their loss measured, and when.
-
-    Args:
-        num_items: items of the set.
-        every: steps between two evaluations.
-    """
-    return f"loss of {counted(num_items, 'item')}, {interval(every)}"
 
 
 def interval(every: int) -> str:

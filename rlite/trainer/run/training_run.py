@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +15,14 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from tensordict import TensorDict
 
 from rlite.data.packs import sequence_lengths
-from rlite.engine.train import RliteTrainEngine
 from rlite.errors import DivergedError, RolloutError, StreamedDataError
-from rlite.observability import stats_tracker
+from rlite.observability import stats_tracker, trace
 from rlite.runtime.storage.atomic import discard
 from rlite.trainer.callbacks import Callback, Callbacks, Event
 from rlite.trainer.options import RunOptions
-from rlite.trainer.run import lifecycle
-from rlite.trainer.run.best import EVALUATED, BestModel, EvaluationTime, Thresholds
+from rlite.trainer.run import divergence, lifecycle
+from rlite.trainer.run.best import EVALUATED, BestModel, Thresholds
 from rlite.trainer.run.interruption import INTERRUPTION
-from rlite.trainer.run.lifecycle import NOT_FINITE, WATCHED
 from rlite.trainer.run.observer import Console, Observer
 from rlite.trainer.run.saved_state import SavedState
 
@@ -182,15 +181,24 @@ class TrainerLoop(ABC):
         """
         metrics: dict[str, float] = {}
         while self._is_evaluation_due(is_saving):
-            with self.run.evaluation_time.measured():
-                found = self._evaluate_sets()
+            began = time.perf_counter()
+            try:
+                with trace.span("evaluate"):
+                    found = self._evaluate_sets()
+            finally:
+                self.run.evaluation_seconds += time.perf_counter() - began
             if metrics.keys() & found.metrics.keys():
-                self.run.log_evaluation(metrics | self.run.evaluation_time.take())
+                self.run.log_evaluation(self._timed(metrics))
                 metrics = {}
             metrics |= found.metrics
             if found.valid:
                 self._judge(found.valid, found.step)
-        return metrics | self.run.evaluation_time.take() if metrics else {}
+        return self._timed(metrics) if metrics else {}
+
+    def _timed(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return metrics of evaluations with `seconds_evaluate`, the time of all evaluations since the last call."""
+        seconds, self.run.evaluation_seconds = self.run.evaluation_seconds, 0.0
+        return metrics | {"seconds_evaluate": seconds}
 
     def _judge(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep the model if it is the best so far, and pass its evaluation to callbacks and thresholds."""
@@ -245,7 +253,8 @@ class TrainingRun:
         self.metrics: Mapping[str, float] = {}
         self.stop_reason = ""
         """reason, in words, for which the run ends early"""
-        self.evaluation_time = EvaluationTime()
+        self.evaluation_seconds = 0.0
+        """time of evaluations that is not logged yet"""
         self.best, self.thresholds = BestModel(options, self.folder), Thresholds(options.stop_at)
         self.watch = DivergenceWatch(options.max_skipped_steps, has_absolute_loss)
         self.is_unconfirmed = True
@@ -290,7 +299,7 @@ class TrainingRun:
                 self.saved.checkpoints.confirm()
                 self.is_unconfirmed = False
         elif self.watch.num_bad == 1 or self.watch.has_diverged:
-            lifecycle.alarm(self, metrics)
+            divergence.alarm(self, metrics)
         self.metrics = metrics
         if self.step:  # what ppo evaluates before its first step is no step
             self.notify("on_step", metrics)
@@ -311,33 +320,15 @@ class TrainingRun:
         try:
             yield
         except (DivergedError, RolloutError) as error:
-            lifecycle.explain(self, error)
+            divergence.explain(self, error)
             raise
 
-    # -- begin and end -------------------------------------------------------------------------------------------
+    # -- begin, saves and end ------------------------------------------------------------------------------------
 
-    def restore(self, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
-        """Take the engines that this run saves, and load the checkpoint to resume from into them.
-
-        Args:
-            engine: the engine of the main model. Its weights go into latest/.
-            **others: further engines. Their weights go into NAME_latest/.
-
-        Returns:
-            The facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
-        """
-        return lifecycle.restore(self, engine, others)
-
-    def open(self) -> None:
-        """Write the resolved config, and start the observers and the callbacks.
-
-        From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
-
-        Raises:
-            ConfigError: the folder cannot be written to.
-            CallbackError: a callback raised an exception.
-        """
-        lifecycle.open_run(self)
+    restore = lifecycle.restore
+    open = lifecycle.open_run
+    save = lifecycle.save
+    close = lifecycle.close
 
     def __enter__(self) -> Self:
         return self
@@ -349,16 +340,6 @@ class TrainingRun:
             stack.callback(self.saved.held.close)
             for each in reversed(started):
                 stack.callback(each.close, self, error)
-
-    def close(self) -> None:
-        """Wait for the last checkpoint, notify the callbacks, then close the observers.
-
-        Raises:
-            CheckpointError: the last checkpoint could not be written.
-            DivergedError: the last steps were bad.
-            errors: the error of a callback that raised one, if it ended the run.
-        """
-        lifecycle.close(self)
 
     # -- events that decide --------------------------------------------------------------------------------------
 
@@ -399,24 +380,6 @@ class TrainingRun:
             for each in self.observers:
                 each.on_added(self, added)
 
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def save(self, kept: Mapping[str, Any] | None = None, **facts: Any) -> None:
-        """Write latest/ for other programs, and state/step-N to resume from. An interrupted run ends here.
-
-        After a skipped update nothing is written, except for the state at the very end. This state replaces no other
-        state.
-
-        Args:
-            kept: plain values and tensors that `restore` returns.
-            **facts: further values that `restore` returns. They must be representable in JSON.
-
-        Raises:
-            DivergedError: the weights are not finite. Nothing is written.
-            KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
-        """
-        lifecycle.save(self, kept, facts)
-
     def end_if_interrupted(self, advice: str = "") -> None:
         """End the run if a signal asks for it. What is not saved is lost.
 
@@ -443,7 +406,7 @@ class DivergenceWatch:
 
     def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:
         self._max = max_bad
-        self._explosion = lifecycle.Explosion() if has_absolute_loss else None
+        self._explosion = divergence.Explosion() if has_absolute_loss else None
         self._recent: deque[bool] = deque(maxlen=4 * max_bad)
         self.num_bad = 0
         """bad steps in a row, up to the last one"""
@@ -452,8 +415,8 @@ class DivergenceWatch:
 
     def see(self, metrics: Mapping[str, float]) -> bool:
         """Return True if this step was a good one, as far as the metrics show."""
-        is_finite = all(math.isfinite(metrics[key]) for key in WATCHED if key in metrics)
-        self.cause = "" if is_finite else NOT_FINITE
+        is_finite = all(math.isfinite(metrics[key]) for key in divergence.WATCHED if key in metrics)
+        self.cause = "" if is_finite else divergence.NOT_FINITE
         if is_finite and self._explosion is not None:
             self.cause = self._explosion(metrics)
         self._recent.append(bool(self.cause))

@@ -219,7 +219,7 @@ def test_greedy_training_is_refused_where_responses_to_a_prompt_must_differ():
     for arguments in ([], ["adv.estimator=rloo"], ["adv.norm_var=true"]):
         with pytest.raises(ConfigError, match=r"temperature 0 in training .* all 8 responses to a prompt are the same"):
             load(PpoConfig, [*greedy, *arguments])
-    assert load(PpoConfig, [*greedy, "adv.estimator=gae"]).is_greedy
+    assert load(PpoConfig, [*greedy, "adv.estimator=gae"]).rollout.train_sampling_params.temperature == 0
     with pytest.raises(ConfigError, match="temperature 0 in training"):
         load(PpoConfig, PPO).sampled_by(GenerationHyperparameters(greedy=True), None)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from rlite.arguments import split_positional
 from rlite.cli import main
 from rlite.errors import ConfigError
+from rlite.key_value import split_positional
 from rlite.services.record.files import ROWS
 from rlite.services.record.writer import write_table
 from rlite.viewer.export import export

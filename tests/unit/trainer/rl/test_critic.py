@@ -1,4 +1,5 @@
 from rlite.config import load
+from rlite.trainer.options import SetSamplingOptions
 from rlite.trainer.rl.options import PpoConfig
 
 
@@ -16,5 +17,5 @@ def test_the_critic_is_as_the_actor_where_it_does_not_say():
 
 def test_greedy_evaluation_has_the_length_and_the_stops_of_training():
     config = load(PpoConfig, ["actor.model_name=a", "rollout.train_sampling_params={max_new_tokens: 7, stop: [x]}"])
-    evaluation = config.rollout.evaluation_sampling
+    evaluation = config.rollout.sampling_of(SetSamplingOptions())
     assert (evaluation.temperature, evaluation.max_new_tokens, evaluation.stop) == (0.0, 7, ["x"])

@@ -15,7 +15,7 @@ from rlite.data.rows import prompt_stream
 from rlite.observability import stats_tracker
 from rlite.rollout import CollectorOptions, LLMRequest, RolloutCollector, RolloutWorkflow, ScriptedEngine, trajectory
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.trainer.rl.rollouts import Generated, mean_reward
+from rlite.trainer.rl.rollouts import Generated, trajectory_rewards
 
 
 def batch(rewards: list[float], groups: list[int], lengths: list[int], **columns: list[float]) -> TensorDict:
@@ -47,7 +47,7 @@ def test_a_trajectory_of_several_sequences_counts_once() -> None:
     generated.add(rows)
     found = generated.metrics()
     assert (found["reward"], found["response_length"], found["uniform_groups"]) == (1.0, 3.0, 0.0)
-    assert mean_reward(rows) == 1.0
+    assert trajectory_rewards(rows).mean().item() == 1.0
 
 
 def test_each_reward_of_several_has_its_mean() -> None:
@@ -90,7 +90,7 @@ def rollouts(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_the_reward_of_a_filtered_step_is_that_of_all_answers(rollouts: Any) -> None:
     rewards, trained = [], []
     for step in range(12):
-        trained.append(mean_reward(rollouts.rollouts.next_batch()))
+        trained.append(trajectory_rewards(rollouts.rollouts.next_batch()).mean().item())
         rollouts.engine.set_version(step + 1)
         metrics = stats_tracker.export()
         rewards.append(metrics["reward"])

@@ -17,6 +17,7 @@ from rlite.errors import ConfigError
 from rlite.rollout import GenerationHyperparameters, MultiTurnWorkflow, ScriptedEngine, SingleTurnWorkflow
 from rlite.rollout.registry import REWARDS, WORKFLOWS, register_reward, register_workflow
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
+from rlite.trainer.options import SetSamplingOptions
 from rlite.trainer.rl.options import PpoConfig
 from tests.agents import tokenizer_with
 from tests.integration.rewards import digits
@@ -68,7 +69,7 @@ def test_template_options_reach_training_and_evaluation(source: str, model: str,
     }
     asked = options(model, given[source], chat_template_options={"enable_thinking": False})
     make = maker(asked)
-    for sampling in (asked.rollout.train_sampling_params, asked.rollout.evaluation_sampling):
+    for sampling in (asked.rollout.train_sampling_params, asked.rollout.sampling_of(SetSamplingOptions())):
         workflow = make(sampling)
         prompt = workflow.opening({"messages": MESSAGES})
         assert tokenizer_with().decode(prompt).endswith("<|im_start|>assistant\n<think></think>")

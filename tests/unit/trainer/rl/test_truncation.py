@@ -19,7 +19,7 @@ from rlite.rollout import RolloutWorkflow
 from rlite.trainer.options import SamplingOptions
 from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs, PolicyLoss, compute_advantages
 from rlite.trainer.rl.options import AdvantageOptions, KlOptions, RolloutOptions
-from rlite.trainer.rl.placement import check_engine, check_kept
+from rlite.trainer.rl.truncation import check_engine, check_kept
 from rlite.types import GenerationHyperparameters
 
 NUM_DRAWS = 200_000

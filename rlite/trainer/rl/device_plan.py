@@ -1,70 +1,17 @@
-"""The devices of a reinforcement-learning trainer's engines, and what its inference executor must offer.
-
-If training rollouts truncate (top_p, top_k), the policy is trained over the ids that were kept.
-"""
+"""The device plan: which devices train, generate and evaluate, and the engines of a run that are placed on them."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
-
-from tensordict import TensorDict
 
 import rlite
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError, DataError
-from rlite.rollout import RolloutWorkflow
+from rlite.errors import ConfigError
 from rlite.trainer.model.modules import critic_module, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions, frozen_build_options
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig, RolloutOptions
-
-REMEDY = "sample with top_p=1 and top_k=0"
-
-
-def check_engine(rollout: RolloutOptions, extras: Collection[str]) -> None:
-    """Refuse truncated training rollouts if the inference executor does not return the kept ids.
-
-    Args:
-        rollout: options of the rollouts.
-        extras: names of the columns that the executor offers.
-
-    Raises:
-        ConfigError: the executor does not return them.
-    """
-    if truncation(rollout) and "kept_ids" not in extras:
-        raise ConfigError(
-            f"rollout.train_sampling_params truncates ({truncation(rollout)}), and rollout.executor={rollout.executor} "
-            "does not return the token ids that it kept, so the sampled distribution could not be trained on; "
-            f"{REMEDY}, or with rollout.executor=torch"
-        )
-
-
-def check_kept(batch: TensorDict, rollout: RolloutOptions, workflow: RolloutWorkflow) -> None:
-    """Refuse rollouts that were truncated but lack the kept ids.
-
-    Args:
-        batch: a batch of the workflow.
-        rollout: options of the rollouts.
-        workflow: made the batch.
-
-    Raises:
-        DataError: the batch has no `kept_ids`.
-    """
-    if truncation(rollout) and "kept_ids" not in batch:
-        raise DataError(
-            f"training rollouts truncate ({truncation(rollout)}), and the trajectories of {type(workflow).__name__} "
-            "have no kept_ids: its log-probabilities would be those of another distribution. Build trajectories with "
-            "trajectory(response) or TokenHistory.add(response), which keep response.extras['kept_ids'], or "
-            f"{REMEDY}"
-        )
-
-
-def truncation(rollout: RolloutOptions) -> str:
-    """Return how training rollouts truncate; "" if they do not."""
-    sampling = rollout.train_sampling_params
-    return f"top_p={sampling.top_p:g}, top_k={sampling.top_k}" if sampling.gconfig().is_truncating else ""
+from rlite.trainer.rl.truncation import check_engine
 
 
 def without_evaluation(world: int, trainer: TrainerOptions, tp_size: int) -> tuple[int, int]:
@@ -111,7 +58,7 @@ def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
     return world if generating == world else world - generating, generating
 
 
-class Placement:
+class DevicePlan:
     """Makes the engines of a run, and places them.
 
     Args:
@@ -151,7 +98,12 @@ class Placement:
         build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
         self._build_inference(engines.rollout, num_generating)
         if engines.evaluation is not None and not num_evaluating:
-            self._build_beside_rollouts(engines.evaluation, num_generating)
+            has_residency = engines.rollout.capabilities.has_residency
+            if has_residency:  # an engine sizes its KV cache by the memory that it finds free
+                engines.rollout.cpu()
+            self._build_inference(engines.evaluation, num_generating, engines.rollout)
+            if has_residency:
+                engines.rollout.cuda()
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
         engines.is_apart = rollout.max_head_offpolicyness > 0
         engines.takes_turns = {engines.rollout: default and not engines.is_apart}
@@ -177,13 +129,3 @@ class Placement:
             own["gpu_memory_utilization"] /= 2  # two engines on the same devices
         engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)
         engine.rollout_options = options.collector_options()
-
-    def _build_beside_rollouts(self, engine: RliteInferenceEngine, num_devices: int) -> None:
-        """Build an engine on the devices of the rollouts. It sizes its KV cache by the memory that it finds free."""
-        rollout = self.engines.rollout
-        has_residency = rollout.capabilities.has_residency
-        if has_residency:
-            rollout.cpu()
-        self._build_inference(engine, num_devices, rollout)
-        if has_residency:
-            rollout.cuda()
