@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlite.backends.serving.sampling import Sampling
+from rlite.backends.serving.sampler import Sampling
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
 MIN_SHARED = 32
