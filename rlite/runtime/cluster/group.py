@@ -72,11 +72,9 @@ class WorkerHandle(Protocol):
         Returns:
             The outcome; or the future raises WorkerDied when the process is gone.
         """
-        ...
 
     def look(self) -> Future[CallPosition]:
         """Return the position of the call under way, without waiting for the call."""
-        ...
 
     def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
         """Call a worker's method in order, and keep its result outside of the worker's process.
