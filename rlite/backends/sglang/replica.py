@@ -14,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, cast
 
 from rlite.backends.serving.sampler import objection
@@ -345,6 +344,6 @@ BACKEND = InferenceBackend(
     worker=SglangWorker,
     replica=SglangReplica,
     ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of SGLang's processes
-    num_replicas=attrgetter("num_replicas"),
+    num_replicas=lambda options: len(options.addresses) or None,
     capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
 )
