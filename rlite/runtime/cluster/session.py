@@ -29,6 +29,8 @@ from rlite.runtime.cluster.torchrun import TorchrunLauncher
 from rlite.runtime.parallel.processes import join_alone, keep_for_ever, leave
 
 LauncherName = Literal["inprocess", "torchrun", "ray"]
+EngineOptions = Mapping[str, Mapping[str, Any]]
+"""options of executors, by the name of the executor"""
 
 
 class InprocessHandle(WorkerHandle):
@@ -98,9 +100,7 @@ class InprocessLauncher(Launcher):
 class Session:
     """Devices and their owners. Engines place and release themselves here."""
 
-    def __init__(
-        self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, launcher: Launcher, device: str, engine_options: EngineOptions | None) -> None:
         self.launcher, self.device = launcher, device
         self.engine_options = engine_options or {}
         """defaults of the executors' options, by the name of the executor"""
@@ -250,9 +250,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def open_session(
-    options: SessionOptions,
-    launcher: LauncherName | None = None,
-    engine_options: Mapping[str, Mapping[str, Any]] | None = None,
+    options: SessionOptions, launcher: LauncherName | None, engine_options: EngineOptions | None
 ) -> Session:
     """Return the program's session, after starting it for `rlite.init`.
 
