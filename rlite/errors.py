@@ -174,20 +174,6 @@ def refuse(problems: Mapping[str, object], error: Callable[[str], Exception] = C
             raise error(message)
 
 
-def expect(holds: bool, problem: str) -> None:
-    """Check a condition of a file's content, for readers that convert every ValueError.
-
-    Args:
-        holds: the condition.
-        problem: the message.
-
-    Raises:
-        ValueError: the condition does not hold.
-    """
-    if not holds:
-        raise ValueError(problem)
-
-
 MAX_SHOWN = 400
 """characters of a value in a message"""
 _ASYNCIO = Path(os.__file__).parent / "asyncio"

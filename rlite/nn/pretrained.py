@@ -31,8 +31,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from rlite.data.chat.template import check_template_limits
-from rlite.errors import CheckpointError, ConfigError, RliteError, expect
-from rlite.files import reading
+from rlite.errors import CheckpointError, ConfigError, RliteError
+from rlite.files import expect, reading
 from rlite.nn.options import model_folder
 from rlite.runtime.parallel.shards import CheckpointReader
 

@@ -85,7 +85,14 @@ class InprocessLauncher(Launcher):
         join_alone(options.device)
 
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
-        """Return the group of a worker, after making it in this process."""
+        """Return the group of a worker, after making it in this process.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: has no effect.
+        """
         (device,) = devices
         timeout, num_threads = self._options.call_timeout, self._options.num_threads or 0
         group = WorkerGroup(name, devices, [self._handle], timeout)
@@ -142,7 +149,14 @@ class Session:
         return executors
 
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
-        """Return an owner's workers, after starting them; see `Launcher.start`."""
+        """Return an owner's workers, after starting them; see `Launcher.start`.
+
+        Args:
+            name: name of the owner.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: workers of a replica; 0: all.
+        """
         self._groups[name] = group = self.launcher.start(name, devices, factory, replica_size)
         return group
 

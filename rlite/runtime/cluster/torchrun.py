@@ -232,7 +232,14 @@ class TorchrunLauncher(Launcher):
         make_program_a_world()
 
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
-        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them."""
+        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: has no effect.
+        """
         ranks = [self._rank_of[device] for device in devices]
         self._check_free(name, ranks)
         group = WorkerGroup(name, devices, [self._processes[rank] for rank in ranks], self._call_timeout, self._order)

@@ -42,7 +42,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from rlite.errors import CheckpointError, DamagedCheckpointError, expect, why_not_written
+from rlite.errors import CheckpointError, DamagedCheckpointError, why_not_written
+from rlite.files import expect
 from rlite.runtime.parallel.fsdp import local_tensor
 from rlite.runtime.parallel.host_memory import HostMemory, with_block
 from rlite.runtime.storage.atomic import hash_files, publish, seal

@@ -79,7 +79,14 @@ class RayLauncher:
         }
 
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
-        """Return a group of one actor per device, after joining each replica in a torch.distributed world."""
+        """Return a group of one actor per device, after joining each replica in a torch.distributed world.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: workers of a replica; 0: all.
+        """
         grace_s = self._grace_s[name] = GRACE_S if replica_size else 0.0
         handles = self._actors(name, 0, devices, grace_s)
         group = WorkerGroup(name, devices, handles, self._options.call_timeout, replica_size=replica_size)
