@@ -126,6 +126,20 @@ class GrowingFile:
                     self.rest = line
 
 
+def expect(holds: bool, problem: str) -> None:
+    """Check a condition of a file's content, for readers that convert every ValueError.
+
+    Args:
+        holds: the condition.
+        problem: the message.
+
+    Raises:
+        ValueError: the condition does not hold.
+    """
+    if not holds:
+        raise ValueError(problem)
+
+
 def sync(path: Path) -> None:
     """Flush a file's content, or a folder's entries, to disk. A file renamed before that may be empty after a crash."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -27,7 +27,7 @@ from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_me
 from rlite.nn.base import BaseTrainModule
 from rlite.runtime.cluster.launcher import SessionOptions
 from rlite.runtime.cluster.placement import DeviceKind
-from rlite.runtime.cluster.session import LauncherName, Session, open_session, shutdown
+from rlite.runtime.cluster.session import EngineOptions, LauncherName, Session, open_session, shutdown
 from rlite.runtime.parallel.host_memory import DeviceUsage
 from rlite.runtime.replicas.engine import Engine
 from rlite.runtime.replicas.workers import Backend, Kind, SourceWorker
@@ -275,10 +275,6 @@ class TrainWorker(SourceWorker, Protocol):
 
     def device_usage(self) -> DeviceUsage:
         """Return this rank's device and the peak memory of its process there since the last call."""
-
-
-EngineOptions = Mapping[str, Mapping[str, Any]]
-"""options of executors, by the name of the executor"""
 
 
 def init(

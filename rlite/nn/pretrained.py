@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from rlite.data.chat.template import check_template_limits
 from rlite.errors import CheckpointError, ConfigError, RliteError
-from rlite.files import reading
+from rlite.files import expect, reading
 from rlite.nn.options import model_folder
 from rlite.runtime.parallel.shards import CheckpointReader
 
@@ -107,7 +107,7 @@ def load_config(path: str | Path, cls: Any = transformers.AutoConfig, **changes:
     with opening(folder, "config of a model"):
         config = cls.from_pretrained(folder, **_NO_CODE, **changes)
         for kind in (part.get("rope_type", "default") for part in rope_parts(config.get_text_config())):
-            _expect(kind in ROPE_KINDS, f"its rope_type is {kind!r}; expected one of {', '.join(ROPE_KINDS)}")
+            expect(kind in ROPE_KINDS, f"its rope_type is {kind!r}; expected one of {', '.join(ROPE_KINDS)}")
         config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
     if own := vars(config).get("auto_map"):
         _warn_once(
@@ -230,7 +230,7 @@ def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
         model, found = cls.from_pretrained(path, **given, **_NO_CODE)
         prefix = f"{model.base_model_prefix}." if model.get_output_embeddings() is None else ""
         wrong = [name for key in ("missing_keys", "unexpected_keys") for name in found[key] if name.startswith(prefix)]
-        _expect(not wrong, f"{len(wrong)} tensors are missing or left over, such as {wrong[:1]}")
+        expect(not wrong, f"{len(wrong)} tensors are missing or left over, such as {wrong[:1]}")
     return model
 
 
@@ -287,34 +287,29 @@ def opening(folder: str | Path, what: str) -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _expect(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)
-
-
 def _expect_readable(file: Path) -> None:
     with reading(file) as stream:
         size = stream.seek(0, 2)
     is_small = size <= MAX_FILE_BYTES or file.suffix == ".safetensors"
-    _expect(is_small, f"{file.name} has {size / 2**20:.0f} MiB, more than any model needs")
+    expect(is_small, f"{file.name} has {size / 2**20:.0f} MiB, more than any model needs")
 
 
 def _expect_sizes(values: Any) -> None:
     """Refuse sizes that no model has, before memory is taken for them."""
-    _expect(isinstance(values, Mapping), "config.json holds no mapping")
+    expect(isinstance(values, Mapping), "config.json holds no mapping")
     for name, value in values.items():
         if isinstance(value, Mapping):
             _expect_sizes(value)
         elif isinstance(value, int):
             limit = MAX_LAYERS if _LAYERS.search(str(name)) else MAX_SIZE
-            _expect(abs(value) < limit or "theta" in name, f"{name}={value} is larger than in any model")
+            expect(abs(value) < limit or "theta" in name, f"{name}={value} is larger than in any model")
 
 
 def _expect_few_added_tokens(folder: Path) -> None:
     for name, key in (("tokenizer.json", "added_tokens"), ("tokenizer_config.json", "added_tokens_decoder")):
         if (folder / name).exists():
             count = len(json.loads((folder / name).read_bytes()).get(key) or ())
-            _expect(count <= MAX_ADDED_TOKENS, f"{name} adds {count} tokens, expected at most {MAX_ADDED_TOKENS}")
+            expect(count <= MAX_ADDED_TOKENS, f"{name} adds {count} tokens, expected at most {MAX_ADDED_TOKENS}")
 
 
 def quantised(reason: str) -> str:

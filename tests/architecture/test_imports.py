@@ -24,7 +24,7 @@ HOMES = {
     "aiohttp": (
         "rlite/services/endpoint/endpoint.py",
         "rlite/services/endpoint/connections.py",
-        "rlite/backends/sglang/replica.py",
+        "rlite/backends/sglang/client.py",
         "rlite/viewer/server.py",
     ),
     "openai": "rlite/services/endpoint/client.py",

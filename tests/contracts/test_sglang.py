@@ -28,7 +28,6 @@ from rlite.backends.sglang.replica import SglangReplica
 from rlite.backends.sglang.server import CallRefused, ServerProcess, SglangOptions, server_arguments
 from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import ConfigError, UnknownOptionError, WorkerError
-from rlite.runtime.cluster.launcher import GroupRequest
 from rlite.runtime.cluster.session import current_session
 from rlite.runtime.replicas.replica import InFlightRequest
 from rlite.runtime.replicas.router import Router
@@ -247,8 +246,8 @@ class Alone(WorkerSet):
 
 def replica_of(index: int, options: SglangOptions, path: Path, router: Router) -> SglangReplica:
     launcher = current_session().launcher
-    request = GroupRequest(str(index), launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
-    return SglangReplica(Alone(index, launcher.start(request), 1), options, router.replica_failed)
+    group = launcher.start(str(index), launcher.devices, lambda context: SglangWorker(context, str(path), options, 1))
+    return SglangReplica(Alone(index, group, 1), options, router.replica_failed)
 
 
 @pytest.mark.slow

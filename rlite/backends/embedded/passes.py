@@ -35,8 +35,8 @@ from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, SlotCach
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
-from rlite.backends.serving import native, sampling
-from rlite.backends.serving.sampling import RequestRules, Sampled, SamplingBatch
+from rlite.backends.serving import native, sampler
+from rlite.backends.serving.sampler import RequestRules, Sampled, SamplingBatch
 from rlite.errors import ConfigError, DivergedError
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
@@ -270,13 +270,13 @@ class ForwardPasses:
         lengths = [len(s.tokens) for s in sequences]
         # of the tokens that go in, [steps, rows]; the one that comes out is one further
         positions = torch.tensor(lengths, device=device) + torch.arange(-1, steps - 1, device=device)[:, None]
-        random = sampling.uniforms(batch.seeds, positions + 1)
+        random = sampler.uniforms(batch.seeds, positions + 1)
         logits_at = self._steps_of(cache, lengths, positions)
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=device)
         made: list[Sampled] = []
         for step in range(steps):
             logits = logits_at(step, tokens)
-            draw = partial(sampling.sample_each, logits, alone) if alone else partial(sampling.sample, logits, batch)
+            draw = partial(sampler.sample_each, logits, alone) if alone else partial(sampler.sample, logits, batch)
             sampled = draw(random[step])
             if self.weights.is_invariant:
                 sampled = with_trained_logprobs(sampled, logits, gconfigs, self.weights.num_vocabulary_shards)
@@ -289,7 +289,7 @@ class ForwardPasses:
         # [row][step] each: tokens and the two kinds of log-probabilities
         columns = zip(*(step[:3] for step in made), strict=True)
         ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
-        kept_ids = [sampling.kept_ids_of(step.kept, len(sequences)) for step in made]
+        kept_ids = [sampler.kept_ids_of(step.kept, len(sequences)) for step in made]
         # NaN among the logits is NaN here, and so is a choice of nothing
         are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlite.backends.serving.sampling import Sampling
+from rlite.backends.serving.sampler import Sampling
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
 MIN_SHARED = 32
@@ -342,22 +342,18 @@ class Scheduler:
                 finished.append((sequence, reason))
         return self._remove(finished) if finished else []
 
-    def abort(self, request_ids: Collection[int] | None = None) -> list[Move]:
+    def abort(self, request_ids: Collection[int]) -> list[Move]:
         """End requests with their tokens so far. Unknown numbers are ignored.
 
         Args:
-            request_ids: request numbers; None is all requests.
+            request_ids: request numbers.
 
         Returns:
             The copies of slots that close the gaps.
         """
-
-        def is_named(sequence: RunningSequence) -> bool:
-            return request_ids is None or sequence.request.request_id in request_ids
-
-        self._ended += [(s, "abort") for s in self.waiting if is_named(s)]
-        self.waiting = deque(s for s in self.waiting if not is_named(s))
-        return self._remove([(s, "abort") for s in self.running if is_named(s)])
+        self._ended += [(s, "abort") for s in self.waiting if s.request.request_id in request_ids]
+        self.waiting = deque(s for s in self.waiting if s.request.request_id not in request_ids)
+        return self._remove([(s, "abort") for s in self.running if s.request.request_id in request_ids])
 
     def forget_cache(self) -> None:
         """Mark the cache as empty. Every running sequence is prefilled again."""

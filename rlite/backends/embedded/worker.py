@@ -31,7 +31,7 @@ from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRec
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models import architecture
 from rlite.backends.serving.pump import PumpedReplica
-from rlite.backends.serving.sampling import RequestRules, length_objection
+from rlite.backends.serving.sampler import RequestRules, length_objection
 from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
 from rlite.nn.pretrained import check_plain, end_ids, load_config, meta_model, real_tensors, summary
 from rlite.runtime.cluster.host import WorkerContext

@@ -2,230 +2,33 @@
 
 An event loop in a thread of its own holds a stream for each request, and hands tokens to their requests. While the
 replica is paused, requests wait here, and so do tokens that were on their way: callers see a token boundary.
-
-Log-probabilities: SGLang returns log_softmax(logits / temperature) of the unfiltered distribution, at temperature 1 for
-greedy requests, as rlite does. If sampling truncates, the log-probability under the truncated distribution comes with
-SGLang's sampling mask, which needs a finite top_k.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import replace
 from typing import Any, cast
 
-from rlite.backends.serving.sampling import num_left, objection
+from rlite.backends.serving.sampler import objection
+from rlite.backends.sglang.client import ANSWER_S, LOST, ServerClient, TokenStream, generate_body
 from rlite.backends.sglang.server import CALL_S, CallRefused, Endpoint, SglangOptions
 from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import RliteError, WorkerError
-from rlite.imports import optional
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure, WorkerReplica
 from rlite.runtime.replicas.workers import RankChoice, T, WorkerSet
-from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
-
-MAX_KEPT = 4000
-"""most token ids in a sampling mask; SGLang's default limit is 4096, and ties at the limit count too"""
-REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab_size: int) -> dict[str, Any]:
-    """Return the body of `/generate` for a request that continues after its `output_ids`.
-
-    Args:
-        request: the request.
-        name: unique id of the request on the server; no id may be a prefix of another.
-        max_model_len: longest sequence of the server.
-        vocab_size: size of the model's vocabulary.
-    """
-    gconfig, num_done = request.gconfig, len(request.output_ids)
-    ids = [*request.input_ids, *request.output_ids]
-    num_new = num_left(request, max_model_len)
-    sampling: dict[str, Any] = {
-        "max_new_tokens": num_new,
-        "min_new_tokens": min(max(gconfig.min_new_tokens - num_done, 0), num_new),
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
-        "top_k": gconfig.top_k if gconfig.top_k > 0 and not gconfig.greedy else -1,
-        "stop": list(gconfig.stop),
-        "stop_token_ids": list(gconfig.stop_token_ids),
-        "ignore_eos": gconfig.ignore_eos,
-        "sampling_seed": request.seed % 2**63,
-    }
-    body = {"rid": name, "input_ids": ids, "stream": True, "return_logprob": True, "sampling_params": sampling}
-    if gconfig.is_truncating:  # the server returns the token ids that it keeps
-        most = MAX_KEPT_IDS if "kept_ids" in request.extras else MAX_KEPT
-        sampling["top_k"] = min(sampling["top_k"] if sampling["top_k"] > 0 else vocab_size, most)
-        body["return_sampling_mask"] = True
-    return body
-
-
-def scoring_body(prompt: list[int], num_top: int) -> dict[str, Any]:
-    """Return the body of `/generate` for the log-probabilities of a prompt and of `num_top` tokens at each place."""
-    sampling = {"max_new_tokens": 0, "temperature": 0.0}
-    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-    return body | {"top_logprobs_num": num_top} if num_top else body
-
-
-def scored_prompt(meta: dict[str, Any], num_top: int) -> PromptLogprobs:
-    """Return the log-probabilities of a prompt from the `meta_info` of the answer to `scoring_body`."""
-    places = meta["input_token_logprobs"][1:]
-    top = meta["input_top_logprobs"][1:] if num_top else [[] for _ in places]
-    return PromptLogprobs(
-        logprobs=[float(value) for value, *_ in places],
-        top_ids=[[int(token) for _, token, *_ in entries] for entries in top],
-        top_logprobs=[[float(value) for value, *_ in entries] for entries in top],
-    )
-
-
-@dataclass
-class TokenStream:
-    """State of one request's stream of events. Events may be cumulative or incremental, as the server is set up."""
-
-    request: SequenceRequest
-    versions: list[int]
-    """versions of the completion's tokens so far, which may be corrected"""
-    num_taken: int = 0
-    """tokens that earlier events brought"""
-    is_finished: bool = False
-    """the server has ended the request, or never had it"""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, end) of this stream's tokens, as the server reports them at its end"""
-
-    def chunk(self, line: str | bytes, version: int) -> TokenChunk:
-        """Return the new tokens of one event.
-
-        Args:
-            line: JSON text of the event.
-            version: policy version for a server that does not know its version.
-        """
-        event = json.loads(line)
-        if (error := event.get("error")) is not None:
-            return self.refusal(str(error.get("message", error) if isinstance(error, dict) else error))
-        meta = event["meta_info"]
-        reason: dict[str, Any] = meta.get("finish_reason") or {}
-        self.is_finished = bool(reason)
-        if reason.get("type") == "abort" and reason.get("status_code"):
-            return self.refusal(str(reason.get("message")))
-        total = meta.get("completion_tokens", self.num_taken)
-        columns = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
-        pairs, masks, kept = (self._new(meta.get(name) or [], total) for name in columns)
-        self.num_taken = max(total, self.num_taken)
-        if any(pair[0] is None for pair in pairs):
-            return self.refusal("the model computes NaN or infinity for this request", is_nonfinite=True)
-        self.spans = [(version_of(span["version"], version), span["end"]) for span in meta.get("weight_versions", ())]
-        num = self._num_until_stop([pair[1] for pair in pairs])
-        pairs, masks, kept = pairs[:num], masks[:num], kept[:num]
-        logprobs = [float(pair[0]) for pair in pairs]
-        is_truncating = self.request.gconfig.is_truncating
-        finished = REASONS[reason["type"]] if reason else None
-        return TokenChunk(
-            request_id=self.request.request_id,
-            token_ids=[int(pair[1]) for pair in pairs],
-            logprobs=logprobs,
-            sampling_logprobs=[float(value) for value in kept] if is_truncating else list(logprobs),
-            version=version_of(meta.get("weight_version"), version),
-            finish_reason=finished if num is None else "stop",
-            extras={"kept_ids": masks or [[] for _ in pairs]} if "kept_ids" in self.request.extras else {},
-        )
-
-    def refusal(self, error: str, is_nonfinite: bool = False) -> TokenChunk:
-        """Return the last chunk of a request that the server does not serve."""
-        self.is_finished = True
-        return TokenChunk(request_id=self.request.request_id, version=0, error=error, is_nonfinite=is_nonfinite)
-
-    def restamp(self) -> None:
-        """Correct the versions of tokens that were on their way while the version changed."""
-        start = len(self.request.output_ids)
-        for index in range(start, len(self.versions)):
-            self.versions[index] = next((v for v, end in self.spans if index - start < end), self.versions[index])
-
-    def _new(self, column: list[Any], total: int) -> list[Any]:
-        """Return a column's entries for the tokens that no earlier event brought."""
-        num_new = total - self.num_taken
-        if num_new <= 0:
-            return []  # the last event of an aborted request repeats a token
-        return column[self.num_taken : total] if len(column) >= total else column[-num_new:]
-
-    def _num_until_stop(self, made: list[int]) -> int | None:
-        """Return the number of tokens up to the first stop token that SGLang has overlooked, None without one.
-
-        SGLang overlooks stop tokens if it ignores end tokens.
-        """
-        gconfig = self.request.gconfig
-        stops = gconfig.stop_token_ids if gconfig.ignore_eos else ()
-        least = gconfig.min_new_tokens - len(self.request.output_ids) - self.num_taken + len(made)
-        return next((num for num, token in enumerate(made, start=1) if num > least and token in stops), None)
-
-
-def version_of(reported: Any, otherwise: int) -> int:
-    """Return the policy version that a server reports as text, or the other one if the text is no number."""
-    return int(reported) if str(reported).isdecimal() else otherwise
-
-
-with optional("executor 'sglang' needs", "sglang"):
-    import aiohttp
+from rlite.types import PromptLogprobs, TokenChunk
 
 LOOK_S = 1.0
 """seconds between two looks at the server"""
-ANSWER_S = 6.0
-"""seconds in which the server must answer a look; then it counts as lost"""
-LINE_BYTES = 2**24
-"""half of the longest event of a stream"""
-MAX_SCORED = 64
-"""prompts that the server scores at a time, each over a connection of its own"""
 STOPPED_S = 3.0
 """seconds for a worker to tell why its server ended"""
-
-
-class ServerClient:
-    """The connections of an event loop to one server. Errors that are no `CallRefused` say that the server is lost."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._places = asyncio.Semaphore(MAX_SCORED)
-        self.session = aiohttp.ClientSession(
-            headers=endpoint.headers,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),  # the replica ends what waits too long
-            read_bufsize=LINE_BYTES,
-        )
-
-    @contextlib.asynccontextmanager
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the response of `/generate`.
-
-        Raises:
-            CallRefused: the server refused the request.
-        """
-        async with self.session.post(f"{self._endpoint.url}/generate", json=body) as response:
-            if response.status != 200:
-                raise CallRefused(self._endpoint.url, "/generate", response.status, await response.text())
-            yield response
-
-    async def score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
-        """Return the log-probabilities of a prompt, and of `num_top` tokens at each place."""
-        if len(prompt) < 2:
-            return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
-        async with self._places, self.generate(scoring_body(prompt, num_top)) as response:
-            return scored_prompt((await response.json())["meta_info"], num_top)
-
-    async def look(self) -> None:
-        """Return when the server has answered. Any answer will do: a paused server is not ready."""
-        limit = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with self.session.get(f"{self._endpoint.url}/ready", timeout=limit):
-            pass
-
-
-LOST = (aiohttp.ClientError, OSError, ValueError)
-"""errors of a connection to a server that is lost"""
 
 
 class SglangReplica(WorkerReplica):
@@ -406,7 +209,7 @@ class SglangReplica(WorkerReplica):
                 self._deliver(stream.refusal(told), stream)
             else:
                 async with self._client.generate(generate_body(sequence, name, *limits)) as response:
-                    await self._receive(response, stream)
+                    await self._receive(response.content, stream)
         except CallRefused as refused:
             self._deliver(stream.refusal(refused.message), stream)
         except LOST as error:
@@ -418,19 +221,19 @@ class SglangReplica(WorkerReplica):
                 self._background.add(task := self._loop.create_task(self._abort(name)))
                 task.add_done_callback(self._background.discard)
 
-    async def _receive(self, response: aiohttp.ClientResponse, stream: TokenStream) -> None:
+    async def _receive(self, lines: AsyncIterable[bytes], stream: TokenStream) -> None:
         """Hand the events of one response to its request.
 
         Raises:
-            ClientPayloadError: the stream ended before its request.
+            OSError: the stream ended before its request.
         """
-        async for line in response.content:
+        async for line in lines:
             if line.startswith(b"data: {"):
                 chunk = stream.chunk(line[len(b"data: ") :], self._version)
                 self._deliver(chunk, stream)
                 if chunk.finish_reason is not None or chunk.error is not None:
                     return
-        raise aiohttp.ClientPayloadError("a stream of tokens broke off")
+        raise OSError("a stream of tokens broke off")
 
     def _deliver(self, chunk: TokenChunk, stream: TokenStream) -> None:
         self._heard = time.monotonic()
@@ -541,6 +344,6 @@ BACKEND = InferenceBackend(
     worker=SglangWorker,
     replica=SglangReplica,
     ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of SGLang's processes
-    num_replicas=attrgetter("num_replicas"),
+    num_replicas=lambda options: len(options.addresses) or None,
     capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
 )

@@ -286,11 +286,6 @@ class SglangOptions(PassingOptions):
         """Return the names of the installed SGLang's server arguments; none without SGLang."""
         return server_arguments()
 
-    @property
-    def num_replicas(self) -> int | None:
-        """Number of replicas if the options fix it."""
-        return len(self.addresses) or None
-
 
 def _check_attached(addresses: Sequence[str], given: dict[str, Any]) -> None:
     if not_applicable := sorted(given.keys() - CONNECTION):

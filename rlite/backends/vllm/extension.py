@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from rlite.backends.serving.sampling import Sampling, SamplingBatch, kept_ids_of, sample, uniforms
+from rlite.backends.serving.sampler import Sampling, SamplingBatch, kept_ids_of, sample, uniforms
 from rlite.backends.vllm.release import SAMPLING, Holding
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from rlite.backends.serving.sampling import num_left
+from rlite.backends.serving.sampler import num_left
 from rlite.errors import ConfigError
 from rlite.runtime.replicas.replica import PassingOptions, annotated_names
 from rlite.types import PromptLogprobs, SequenceRequest

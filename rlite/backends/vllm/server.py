@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from rlite.backends.serving.sampling import RequestRules
+from rlite.backends.serving.sampler import RequestRules
 from rlite.backends.vllm import release
 from rlite.backends.vllm.release import Table, is_cpu_build, take_table
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk

@@ -72,11 +72,9 @@ class WorkerHandle(Protocol):
         Returns:
             The outcome; or the future raises WorkerDied when the process is gone.
         """
-        ...
 
     def look(self) -> Future[CallPosition]:
         """Return the position of the call under way, without waiting for the call."""
-        ...
 
     def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
         """Call a worker's method in order, and keep its result outside of the worker's process.
@@ -291,12 +289,10 @@ class WorkerGroup:
         Returns:
             References to the results, in rank order. They may be arguments of later calls.
         """
-        ranks = range(len(self))
-        self.check(ranks)
+        self.check(range(len(self)))
         with self.order:
-            kept = [self.handles[rank].keep(self.key(rank), method) for rank in ranks]
-        calls = [PendingCall(self, rank, answer) for rank, (answer, _) in zip(ranks, kept, strict=True)]
-        collect(calls, method, self.call_timeout)
+            kept = [handle.keep(self.key(rank), method) for rank, handle in enumerate(self.handles)]
+        collect([PendingCall(self, rank, answer) for rank, (answer, _) in enumerate(kept)], method, self.call_timeout)
         return [reference for _, reference in kept]
 
     def mark_lost(self, ranks: Iterable[int], error: RliteError) -> None:
@@ -352,10 +348,6 @@ def _of_all(last: RliteError, losses: Iterable[RliteError]) -> RliteError:
     return WorkerDied(f"{last} Gone before it: {'; '.join(before)}.", tuple(dead)) if before else last
 
 
-Replica = tuple[WorkerGroup, int]
-"""a replica of a group, by its number"""
-
-
 @dataclass(frozen=True)
 class PendingCall:
     """A call under way on one worker."""
@@ -368,11 +360,6 @@ class PendingCall:
     def name(self) -> str:
         """The worker's name."""
         return self.group.describe(self.rank)
-
-    @property
-    def replica(self) -> Replica:
-        """The replica of the worker."""
-        return self.group, self.rank // self.group.replica_size
 
 
 def collect(calls: Sequence[PendingCall], what: str, timeout: float, reporters: Collection[int] = ()) -> list[Any]:
@@ -440,8 +427,8 @@ class _Waiter:
                     late,
                 )
 
-    def _team(self, call: PendingCall) -> Replica | None:
-        return None if self._has_one_team else call.replica
+    def _team(self, call: PendingCall) -> tuple[WorkerGroup, int] | None:
+        return None if self._has_one_team else (call.group, call.rank // call.group.replica_size)
 
     def _raise_deaths(self, pending: Sequence[PendingCall]) -> None:
         """Raise WorkerDied if a process is gone, after stopping its replica and the replicas of peers that wait for it.

@@ -152,8 +152,7 @@ def end_with_parent() -> None:
     A parent that has already ended is not noticed.
     """
     if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def end_at_sigterm() -> None:
@@ -187,7 +186,7 @@ class TerminationNotice:
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._is_given = threading.Event()
+        self.is_given = threading.Event()
         self._pipe, write = os.pipe()
         os.set_blocking(write, False)
         signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -195,14 +194,10 @@ class TerminationNotice:
         os.register_at_fork(after_in_child=end_at_sigterm)  # a forked child is not who was meant
         threading.Thread(target=self._listen, name="rlite-termination", daemon=True).start()
 
-    def wait(self) -> None:
-        """Return after SIGTERM."""
-        self._is_given.wait()
-
     def _listen(self) -> None:
         while os.read(self._pipe, 1) != bytes([signal.SIGTERM]):
             continue
-        self._is_given.set()
+        self.is_given.set()
         threading.Event().wait(self._grace_s)
         end_at_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)

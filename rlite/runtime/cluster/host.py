@@ -190,8 +190,7 @@ class WorkerHost:
         with stats_tracker.apart() as recording:
             outcome = _answer(act)
         self._thread = None
-        recorded = recording if recording.stats else None
-        return replace(outcome, recorded=recorded, seconds=time.perf_counter() - started)
+        return replace(outcome, recorded=recording if recording.stats else None, seconds=time.perf_counter() - started)
 
 
 def _answer(act: Callable[[], Any]) -> Outcome:
@@ -212,10 +211,9 @@ def _position(frame: FrameType) -> CallPosition:
     frames = [
         inner for inner, _ in traceback.walk_stack(frame) if not inner.f_code.co_filename.endswith("torch/_ops.py")
     ]
-    is_collective = "/torch/distributed/" in frames[0].f_code.co_filename
     caller = next((outer for outer in frames if "/torch/" not in outer.f_code.co_filename), frames[0])
     place = _name(frames[0]) if caller is frames[0] else f"{_name(frames[0])}, called from {_name(caller)}"
-    return CallPosition(place, is_collective)
+    return CallPosition(place, is_collective="/torch/distributed/" in frames[0].f_code.co_filename)
 
 
 def _inside_call(stack: traceback.StackSummary) -> traceback.StackSummary:

@@ -26,20 +26,6 @@ class SessionOptions:
     start_timeout: float
 
 
-@dataclass(frozen=True)
-class GroupRequest:
-    """A group of workers to start."""
-
-    name: str
-    devices: Sequence[Device]
-    """one per worker"""
-    factory: WorkerFactory
-    """makes a worker from its context, in its process"""
-    replica_size: int | None = None
-    """number of neighbouring workers that no collective joins with others; None: all. A launcher that survives deaths
-    makes such workers a replica of the group"""
-
-
 class Launcher(Protocol):
     """Starter of worker processes."""
 
@@ -48,8 +34,16 @@ class Launcher(Protocol):
     survives_deaths: bool
     """the other workers live on when one dies"""
 
-    def start(self, request: GroupRequest) -> WorkerGroup:
-        """Start a group of workers."""
+    def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
+        """Start a group of workers.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: number of neighbouring workers that no collective joins with others; 0: all. A launcher that
+                survives deaths makes such workers a replica of the group.
+        """
 
     def start_replica(self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: WorkerFactory) -> None:
         """Start the workers of one replica, in the place of a lost replica or beside the others.
@@ -75,22 +69,14 @@ def default_cpu_slots(cores: int) -> int:
 
 
 @dataclass(frozen=True)
-class Method:
-    """One public method."""
-
-    signature: inspect.Signature
-    """names and kinds of the parameters, without annotations; a default is None"""
-    marks: Mapping[str, Any]
-    """attributes that `@ray.method` set"""
-
-
-@dataclass(frozen=True)
 class Interface:
     """Public synchronous methods of a class. It pickles without a reference to the class or its module."""
 
     name: str
     module: str
-    methods: Mapping[str, Method]
+    methods: Mapping[str, Mapping[str, Any]]
+    """attributes of each method: the signature, without annotations and with None as each default, and those that
+    `@ray.method` set"""
 
 
 def interface_of(cls: type) -> Interface:
@@ -101,11 +87,8 @@ def interface_of(cls: type) -> Interface:
     return Interface(cls.__name__, cls.__module__, methods)
 
 
-def _method(function: FunctionType) -> Method:
+def _method(function: FunctionType) -> dict[str, Any]:
+    given, empty = inspect.signature(function).parameters.values(), inspect.Parameter.empty
+    bare = [each.replace(annotation=empty, default=empty if each.default is empty else None) for each in given]
     marks = {name: value for name, value in vars(function).items() if name.startswith("__ray_")}
-    return Method(inspect.Signature([_bare(each) for each in inspect.signature(function).parameters.values()]), marks)
-
-
-def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
-    empty = inspect.Parameter.empty
-    return parameter.replace(annotation=empty, default=empty if parameter.default is empty else None)
+    return {"__signature__": inspect.Signature(bare), **marks}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from rlite.errors import PlacementError, did_you_mean
+from rlite.errors import PlacementError, did_you_mean, refuse
 from rlite.wording import counted
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -79,8 +79,7 @@ class PlacementRequest:
             "an exclusive owner shares no device; remove exclusive or colocate_with": is_shared,
             "acceptable_node_ips is empty, so no node is allowed; leave it out to allow all nodes": has_no_node,
         }
-        for problem in (problem for problem, applies in problems.items() if applies):
-            raise PlacementError(f"{self}: {problem}")
+        refuse({f"{self}: {problem}": applies for problem, applies in problems.items()}, PlacementError)
 
     def __str__(self) -> str:
         executors = "at least 1 executor" if self.num_executors is None else counted(self.num_executors, "executor")

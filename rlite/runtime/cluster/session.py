@@ -23,12 +23,14 @@ import torch
 from rlite.errors import FORKED, RliteError, WorkerError, refuse
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
-from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions, default_cpu_slots
+from rlite.runtime.cluster.launcher import Launcher, SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, Ledger, PlacementRequest
 from rlite.runtime.cluster.torchrun import TorchrunLauncher
 from rlite.runtime.parallel.processes import join_alone, keep_for_ever, leave
 
 LauncherName = Literal["inprocess", "torchrun", "ray"]
+EngineOptions = Mapping[str, Mapping[str, Any]]
+"""options of executors, by the name of the executor"""
 
 
 class InprocessHandle(WorkerHandle):
@@ -82,12 +84,19 @@ class InprocessLauncher(Launcher):
         self._handle = InprocessHandle()
         join_alone(options.device)
 
-    def start(self, request: GroupRequest) -> WorkerGroup:
-        """Return the group of a worker, after making it in this process."""
-        (device,) = request.devices
+    def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
+        """Return the group of a worker, after making it in this process.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: has no effect.
+        """
+        (device,) = devices
         timeout, num_threads = self._options.call_timeout, self._options.num_threads or 0
-        group = WorkerGroup(request.name, request.devices, [self._handle], timeout)
-        group.create(request.factory, [WorkerContext(0, 1, device, device.torch_name, num_threads, (0,))], timeout)
+        group = WorkerGroup(name, devices, [self._handle], timeout)
+        group.create(factory, [WorkerContext(0, 1, device, device.torch_name, num_threads, (0,))], timeout)
         return group
 
     def shutdown(self) -> None:
@@ -98,9 +107,7 @@ class InprocessLauncher(Launcher):
 class Session:
     """Devices and their owners. Engines place and release themselves here."""
 
-    def __init__(
-        self, launcher: Launcher, device: str, engine_options: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> None:
+    def __init__(self, launcher: Launcher, device: str, engine_options: EngineOptions | None) -> None:
         self.launcher, self.device = launcher, device
         self.engine_options = engine_options or {}
         """defaults of the executors' options, by the name of the executor"""
@@ -141,10 +148,17 @@ class Session:
             self._ledger, executors = self._ledger.place(request)
         return executors
 
-    def start(self, request: GroupRequest) -> WorkerGroup:
-        """Return an owner's workers, after starting them. The owner has the name of the group."""
-        self._groups[request.name] = self.launcher.start(request)
-        return self._groups[request.name]
+    def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
+        """Return an owner's workers, after starting them; see `Launcher.start`.
+
+        Args:
+            name: name of the owner.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: workers of a replica; 0: all.
+        """
+        self._groups[name] = group = self.launcher.start(name, devices, factory, replica_size)
+        return group
 
     def restart(self, owner: str, replica: int, factory: WorkerFactory) -> None:
         """Start the workers of a lost replica again, on their devices, or on others if their node has died.
@@ -250,9 +264,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def open_session(
-    options: SessionOptions,
-    launcher: LauncherName | None = None,
-    engine_options: Mapping[str, Mapping[str, Any]] | None = None,
+    options: SessionOptions, launcher: LauncherName | None, engine_options: EngineOptions | None
 ) -> Session:
     """Return the program's session, after starting it for `rlite.init`.
 
@@ -272,7 +284,6 @@ def open_session(
     kind = launcher or _default_launcher(device, num_devices)
     has_several = kind == "inprocess" and num_devices not in (None, 1)
     has_no_rank = kind == "torchrun" and "RANK" not in os.environ
-    has_no_ray = kind == "ray" and importlib.util.find_spec("ray") is None
     refuse(
         {
             "rlite.init() was called before in this process; call rlite.shutdown() first": _session,
@@ -282,7 +293,7 @@ def open_session(
             f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun": has_several,
             "launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`": has_no_rank,
             "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; for one device call "
-            "rlite.init(num_devices=1)": has_no_ray,
+            "rlite.init(num_devices=1)": kind == "ray" and importlib.util.find_spec("ray") is None,
         }
     )
     if kind == "ray":

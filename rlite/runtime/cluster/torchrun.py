@@ -28,8 +28,8 @@ import torch.distributed as dist
 from rlite.errors import PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, WorkerHandle
 from rlite.runtime.cluster.guard import end_with_parent
-from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerHost, WorkerKey
-from rlite.runtime.cluster.launcher import GroupRequest, Launcher, SessionOptions
+from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerContext, WorkerFactory, WorkerHost, WorkerKey
+from rlite.runtime.cluster.launcher import Launcher, SessionOptions
 from rlite.runtime.cluster.placement import Device
 from rlite.runtime.parallel.processes import COLLECTIVE_TIMEOUT, backend_for, leave, make_program_a_world, unnumbered
 
@@ -231,9 +231,15 @@ class TorchrunLauncher(Launcher):
         self._groups: list[WorkerGroup] = []
         make_program_a_world()
 
-    def start(self, request: GroupRequest) -> WorkerGroup:
-        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them."""
-        name, devices = request.name, request.devices
+    def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
+        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: has no effect.
+        """
         ranks = [self._rank_of[device] for device in devices]
         self._check_free(name, ranks)
         group = WorkerGroup(name, devices, [self._processes[rank] for rank in ranks], self._call_timeout, self._order)
@@ -242,7 +248,7 @@ class TorchrunLauncher(Launcher):
             WorkerContext(rank, len(devices), device, device.torch_name, self._num_threads, tuple(ranks))
             for rank, device in enumerate(devices)
         ]
-        group.create(request.factory, contexts, self._call_timeout)
+        group.create(factory, contexts, self._call_timeout)
         return group
 
     def _check_free(self, name: str, ranks: Sequence[int]) -> None:

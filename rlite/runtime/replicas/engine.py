@@ -26,7 +26,6 @@ import torch
 from rlite.errors import ConfigError, ResidencyError, RliteError, UnknownOptionError, did_you_mean
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 from rlite.runtime.cluster.host import WorkerContext
-from rlite.runtime.cluster.launcher import GroupRequest
 from rlite.runtime.cluster.placement import PlacementRequest
 from rlite.runtime.cluster.session import Session, current_session, default_options
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
@@ -132,9 +131,8 @@ class Engine:
         self._set_factory(self._source())
         try:
             make_room(session, owner)
-            replica_size = tensor_parallel_size if self.has_independent_replicas else None
-            request = GroupRequest(owner, list(chain(*placed)), self._factory, replica_size)
-            self._group = group = session.start(request)
+            replica_size = tensor_parallel_size if self.has_independent_replicas else 0
+            self._group = group = session.start(owner, list(chain(*placed)), self._factory, replica_size)
             check_neighbours(session, owner, group)
             self.copies = [self._copy(index) for index in range(len(placed))]
             self._choose_reporters()
@@ -225,8 +223,7 @@ class Engine:
             ConfigError: a part or an option is unknown.
             ResidencyError: there is nothing to move.
         """
-        groups: list[Any] = [given if isinstance(given, list | tuple | set) else [given] for given in parts]
-        named = list(chain(*groups))
+        named: list[Any] = list(chain(*(each if isinstance(each, list | tuple | set) else [each] for each in parts)))
         if options or any(part not in ("all", "weights", "kv_cache") for part in named):
             told = ", ".join([*map(repr, parts), *(f"{name}={value!r}" for name, value in options.items())])
             raise ConfigError(f'cuda({told}): expected "weights", "kv_cache", both, or nothing')
@@ -281,7 +278,7 @@ class Engine:
 
     def memory_bytes(self) -> list[dict[str, int]]:
         """Return the bytes that each worker holds, by part: weights, kv_cache, optimizer."""
-        return [held for of_one in self._each(lambda resident: resident.memory_bytes()) for held in of_one]
+        return list(chain(*self._each(lambda resident: resident.memory_bytes())))
 
     # -- access --------------------------------------------------------------------------------------------------
 
@@ -411,7 +408,6 @@ def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
 
 def _names(engines: Engine | Sequence[Engine] | None) -> tuple[str, ...]:
     engines = [engines] if isinstance(engines, Engine) else engines or []
-    for engine in engines:
-        if not engine.is_built:
-            raise ConfigError("an engine named in colocate_with or not_colocate_with is not built; build it first")
+    if not all(engine.is_built for engine in engines):
+        raise ConfigError("an engine named in colocate_with or not_colocate_with is not built; build it first")
     return tuple(engine.name for engine in engines)

@@ -120,10 +120,6 @@ class PassingOptions:
         raise NotImplementedError
 
 
-COMMON_OPTIONS = frozenset(ExecutorOptions.model_fields)
-"""fields that the options of every inference executor have"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """Optional abilities of an inference executor. The engine refuses a call that needs a missing one."""
@@ -161,7 +157,7 @@ class InFlightRequest:
     request: SequenceRequest
     on_chunk: Callable[[TokenChunk], object] | None = None
     """called with every chunk in the thread that delivers it; an exception ends this request"""
-    done: Future[InFlightRequest] = field(default_factory=lambda: _running_future())
+    done: Future[InFlightRequest] = field(default_factory=Future)
     started: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
     ended: float = 0.0
@@ -175,6 +171,9 @@ class InFlightRequest:
     is_cancelled: bool = False
     """the caller no longer waits for tokens"""
     _outstanding: OutstandingTokens | None = None
+
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # else a task that stops waiting would cancel it
 
     def remaining_request(self) -> SequenceRequest:
         """Return the request for a replica, with the tokens that a lost replica has generated, if there are any."""
@@ -254,13 +253,6 @@ class InFlightRequest:
     def _end(self) -> None:
         self.ended = time.perf_counter()
         self.count_at(None)
-
-
-def _running_future() -> Future[InFlightRequest]:
-    """Return a future that a task which stops waiting cannot cancel."""
-    future: Future[InFlightRequest] = Future()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 class InFlightTable:
@@ -476,7 +468,7 @@ class WorkerReplica(Resident):
 class InferenceBackend(Backend):
     """An inference executor, as `register_executor("inference", NAME, ...)` takes it.
 
-    `options` has at least the fields of `COMMON_OPTIONS`. `worker` makes a process's part from the checkpoint's path.
+    `options` has at least the fields of `ExecutorOptions`. `worker` makes a process's part from the checkpoint's path.
     A protocol beside the replica, or the class of the worker, declares the methods that it adds to `ServingWorker`.
     """
 
@@ -499,7 +491,7 @@ class InferenceBackend(Backend):
         Raises:
             ConfigError: a field is missing.
         """
-        if missing := COMMON_OPTIONS.difference(signature(self.options).parameters):
+        if missing := ExecutorOptions.model_fields.keys() - signature(self.options).parameters:
             raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
 
     def check_checkpoint(self, path: str, config: PreTrainedConfig, copy_size: int) -> None:

@@ -156,8 +156,7 @@ class TargetInFlight:
 
     def __call__(self, load: EngineLoad) -> int:
         """Return the number of replicas for a load."""
-        wanted = math.ceil(load.num_in_flight / self.per_replica)
-        return max(self.min_replicas, min(wanted, self.max_replicas))
+        return max(self.min_replicas, min(math.ceil(load.num_in_flight / self.per_replica), self.max_replicas))
 
 
 class SlowToShrink:
@@ -201,8 +200,7 @@ class Autoscaler:
     ) -> None:
         self._policy, self._load, self._scale, self._every_s = policy, load, scale, every_s
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rlite-autoscaler", daemon=True)
-        self._thread.start()
+        self._thread = _in_thread("rlite-autoscaler", self._run)
 
     def close(self) -> None:
         """Make no further decisions, and wait for the decision under way."""
@@ -451,7 +449,12 @@ class ReplicaSet:
             if (missing := num_replicas - len(self._indices)) > 0:
                 vacant = [index for index in range(num_replicas) if index not in self._indices][:missing]
                 session.grow(self.name, vacant)
-                self._start_all(vacant)
+                try:
+                    together(vacant, self._start)
+                except BaseException as error:  # return the devices of those that cannot start
+                    for index in set(vacant) - self._indices:
+                        session.shrink(self.name, index, WorkerError(f"replica {index} could not start: {error}"))
+                    raise
 
     def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
         """Scale by a policy; see `ServingEngine.follow`.
@@ -484,20 +487,6 @@ class ReplicaSet:
     def _indices(self) -> set[int]:
         """Numbers of the replicas that serve, that are being replaced, or that join at the next weight sync."""
         return {*(replica.workers.index for replica in (*self.all, *self._late)), *self.supervisor.under_way}
-
-    def _start_all(self, indices: Sequence[int]) -> None:
-        """Start replicas in parallel. The devices of those that cannot start are returned.
-
-        Raises:
-            Exception: the error of the first replica that could not start.
-        """
-        assert self.session is not None
-        try:
-            together(indices, self._start)
-        except BaseException as error:
-            for index in set(indices) - self._indices:
-                self.session.shrink(self.name, index, WorkerError(f"replica {index} could not start: {error}"))
-            raise
 
     def _leave_if_possible(self, replica: Replica) -> None:
         try:

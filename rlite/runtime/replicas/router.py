@@ -143,8 +143,7 @@ class Router:
             if not serving:
                 self._raise_failure()
             loads = {index: self._outstanding[index].count for index in serving}
-            home = None if affinity is None else self._affinities.get(affinity)
-            chosen = self._policy(loads, home)
+            chosen = self._policy(loads, None if affinity is None else self._affinities.get(affinity))
             if chosen not in loads:
                 raise ConfigError(f"{self.name}: routing returned {chosen!r}; expected one of the replicas {[*loads]}")
             if affinity is not None:
@@ -203,10 +202,10 @@ class Router:
                 return
             self._noted.append(replica)
             index, died = replica.workers.index, error.workers if isinstance(error, WorkerDied) else ()
-            loss = ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error))
             facts = (self.name, index, "; ".join(died) or error, num_moved)
             logger.warning("%s lost replica %d (%s): its %d requests in flight continue on the others", *facts)
             trace.instant("replica lost", engine=self.name, replica=index, workers=died, num_moved=num_moved)
             if self._on_loss(replica):
                 self.remove(replica)
-            self.lost.append(loss)  # readers of the list can wait for the replacement
+            # readers of the list can wait for the replacement
+            self.lost.append(ReplicaLost(replica=index, workers=died, num_moved=num_moved, reason=str(error)))

@@ -343,8 +343,7 @@ class ServingEngine(Engine):
     def _built(self) -> None:
         assert self._session is not None
         self._has_cache, self._version, self._is_paused, self._is_as_loaded = True, 0, False, True
-        is_fixed = self._backend.num_copies(None, self.options) is not None
-        fixed_by = f"the options of the executor {self.executor_name!r}" if is_fixed else ""
+        fixed_by = "" if self._num_copies(None) is None else f"the options of the executor {self.executor_name!r}"
         has_default_length = vars(self.options).get("max_model_len") is None
         self._replicas = self._make_replicas(self.name, self._session, fixed_by, has_default_length)
         self.left_replicas = self._replicas.left

@@ -328,8 +328,7 @@ def take_part(
 
 
 def _meet(meeting: Meeting, rank: int, device: torch.device) -> Any:
-    store = connect_store(meeting.ip, meeting.port, meeting.timeout_s)
-    store = dist.PrefixStore("rlite-weight-sync", store)
+    store = dist.PrefixStore("rlite-weight-sync", connect_store(meeting.ip, meeting.port, meeting.timeout_s))
     timeout = timedelta(seconds=meeting.timeout_s)
     if device.type == "cpu":
         return dist.ProcessGroupGloo(store, rank, meeting.size, timeout)

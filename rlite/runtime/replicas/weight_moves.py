@@ -8,11 +8,11 @@ copy_weights    a replica that serves hands its weights to one that joins, rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,11 +46,6 @@ class Route:
     """layouts of the workers that receive, by rank"""
 
     @property
-    def ranks(self) -> list[int]:
-        """Ranks of the target."""
-        return list(self.targets)
-
-    @property
     def layouts(self) -> list[Layout]:
         """The layouts at both ends."""
         return [*self.offered, *self.targets.values()]
@@ -72,7 +67,7 @@ def read_shared(route: Route, plan: Plan) -> int:
     if has_to_share:
         offer = (None, False, {layout.process for layout in route.targets.values()})
         handles = _apply(route.source, transport.share, "share weights", route.copy.ranks, lambda rank: offer)
-    read_by = _apply(route.target, transport.read, "read weights", route.ranks, lambda rank: (plan[rank], handles))
+    read_by = _apply(route.target, transport.read, "read weights", route.targets, lambda rank: (plan[rank], handles))
     if has_to_share:
         _apply(route.source, transport.unshare, "forget shared weights", route.copy.ranks)
     return sum(read_by)
@@ -90,7 +85,7 @@ def read_gathered(route: Route, plan_of: Callable[[Sequence[Layout]], Plan]) -> 
     """
     source, target = route.source, route.target
     ranks = {device: rank for rank, device in enumerate(source.devices)}
-    local = {rank: ranks[target.devices[rank]] for rank in route.ranks}
+    local = {rank: ranks[target.devices[rank]] for rank in route.targets}
     whole: dict[str, Place] = {
         name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
         for layout in route.offered
@@ -101,12 +96,12 @@ def read_gathered(route: Route, plan_of: Callable[[Sequence[Layout]], Plan]) -> 
     written = 0
     for bucket in make_buckets([everything]):
         names = list(bucket.places)
-        wanted = {rank: [piece for piece in plan[rank] if piece.source_name in bucket.places] for rank in route.ranks}
+        wanted = {rank: [piece for piece in plan[rank] if piece.source_name in bucket.places] for rank in route.targets}
         readers = {local[rank]: [route.targets[rank].process] for rank, of_rank in wanted.items() if of_rank}
         offers = [(names, True, readers.get(rank, [])) for rank in range(len(source))]
         shared = _apply(source, transport.share, "gather weights", None, offers.__getitem__)
         reads = {rank: (of_rank, [shared[local[rank]]]) for rank, of_rank in wanted.items()}
-        written += sum(_apply(target, transport.read, "read weights", route.ranks, reads.__getitem__))
+        written += sum(_apply(target, transport.read, "read weights", route.targets, reads.__getitem__))
     _apply(source, transport.unshare, "forget shared weights")
     return written
 
@@ -119,7 +114,7 @@ def broadcast(route: Route, plan: Plan) -> int:
     """
     source, target, timeout = route.source, route.target, route.source.call_timeout
     senders = {source.handles[rank].process: rank for rank in route.copy.ranks}
-    receivers = {target.handles[rank].process: rank for rank in route.ranks if plan[rank]}
+    receivers = {target.handles[rank].process: rank for rank in route.targets if plan[rank]}
     processes = list(dict.fromkeys([*senders, *receivers]))
     sent = Broadcast(
         meeting=_meet(source, target, route.copy, tuple(processes)),
@@ -148,17 +143,16 @@ def verify(route: Route, plan: Plan) -> None:
         WeightSyncError: a piece differs, or arrived weights are not finite.
     """
     source, target, ranks = route.source, route.target, route.copy.ranks
-    pieces = [(to, piece) for to, of_rank in plan.items() for piece in of_rank]
+    pieces = [(to, piece) for to in route.targets for piece in plan[to]]
     by_source = [[piece for _, piece in pieces if piece.source == index] for index in range(len(route.offered))]
     sent = _apply(source, transport.checksums, "checksum", ranks, lambda rank: (True, by_source[rank - ranks[0]]))
-    arrived = _apply(target, transport.checksums, "checksum", route.ranks, lambda rank: (False, plan[rank]))
-    left = dict(zip(route.ranks, map(iter, arrived), strict=True))
+    arrived = _apply(target, transport.checksums, "checksum", route.targets, lambda rank: (False, plan[rank]))
     expected = list(map(iter, sent))
-    for to, piece in pieces:
-        if next(left[to]) != next(expected[piece.source]):
+    for (to, piece), found in zip(pieces, chain(*arrived), strict=True):
+        if found != next(expected[piece.source]):
             raise WeightSyncError(f"{piece.name} on {target.describe(to)} is not what {source.name} sent")
-    found = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN", route.ranks)
-    for rank, names in zip(route.ranks, found, strict=True):
+    wrong = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN", route.targets)
+    for rank, names in zip(route.targets, wrong, strict=True):
         if names:
             raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
 
@@ -187,20 +181,18 @@ def _open_meeting(group: WorkerGroup, rank: int, size: int, timeout: float) -> M
 
 def _part(source: WorkerGroup, target: WorkerGroup, copy: int) -> None:
     """End the process group between two engines in every process that still serves."""
-    if (source, target, copy) not in _meetings:
-        return
-    _, meeting = _meetings.pop((source, target, copy))
-    _leave([(group, rank) for group in (source, target) for rank in range(len(group))], meeting, "leave weight sync")
+    if (known := _meetings.pop((source, target, copy), None)) is not None:
+        _leave([(group, rank) for group in (source, target) for rank in range(len(group))], known[1])
 
 
-def _leave(workers: Sequence[tuple[WorkerGroup, int]], meeting: Meeting, what: str) -> None:
+def _leave(workers: Sequence[tuple[WorkerGroup, int]], meeting: Meeting) -> None:
     serving = [(group, rank) for group, rank in workers if group.is_serving(rank)]
     with suppress(RliteError):  # who died, or is stuck, takes the process group along
-        on_each_process(serving, transport.leave_meeting, (meeting,), what, LEAVE_S)
+        on_each_process(serving, transport.leave_meeting, (meeting,), "leave weight sync", LEAVE_S)
 
 
 def _apply(
-    group: WorkerGroup, function: Any, what: str, ranks: Sequence[int] | None = None, args_of: Any = lambda rank: ()
+    group: WorkerGroup, function: Any, what: str, ranks: Iterable[int] | None = None, args_of: Any = lambda rank: ()
 ) -> list[Any]:
     """Return the results of `function(worker, *args_of(rank))` on workers of one group."""
     chosen = range(len(group)) if ranks is None else ranks
@@ -237,7 +229,7 @@ def copy_weights(source: WorkerSet, target: WorkerSet) -> int:
         return written
     finally:
         for pair, (plan, _) in zip(pairs, plans, strict=True):
-            _leave([(group, rank) for rank in pair], plan.meeting, "leave")
+            _leave([(group, rank) for rank in pair], plan.meeting)
 
 
 def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, pieces: list[Piece]) -> int:

@@ -110,8 +110,7 @@ class Code:
 
     def took(self, seconds: float) -> None:
         """Update the mean duration with one call."""
-        known = self.seconds != float("inf")
-        self.seconds = 0.8 * self.seconds + 0.2 * seconds if known else seconds
+        self.seconds = seconds if self.seconds == float("inf") else 0.8 * self.seconds + 0.2 * seconds
 
 
 @dataclass(eq=False, slots=True)

@@ -394,7 +394,8 @@ class Server:
             if self._is_stream:
                 value = self._send_pieces(value)
             value = finish(value)
-            if memory_limit is not None and (peak := _peak_memory()) > memory_limit:
+            # since `_brake`; the peak of getrusage would begin with the peak of the parent process
+            if memory_limit is not None and (peak := number_in("/proc/self/status", "VmHWM") * 1024) > memory_limit:
                 return MEMORY, f"it took {peak / 2**30:.2f} GiB"
             return VALUE, value
         except BaseException as error:  # SystemExit too: it is the function's, and the process serves on
@@ -530,11 +531,3 @@ def _brake(memory_limit: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         with contextlib.suppress(OSError):  # some sandboxes have no such file; then the peak is that of all calls
             Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_memory() -> int:
-    """Return the peak of resident bytes since the last `_brake`, or 0 if the system does not report it.
-
-    The peak of getrusage would begin with the peak of the parent process.
-    """
-    return number_in("/proc/self/status", "VmHWM") * 1024

@@ -207,8 +207,7 @@ def _allow(rules: int, path: str, access: int) -> None:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             access &= _WRITE_FILE
-        rule = struct.pack("<Qi", access, descriptor)
-        LIBC.syscall(_ADD_RULE, rules, _BENEATH_PATH, rule, 0)
+        LIBC.syscall(_ADD_RULE, rules, _BENEATH_PATH, struct.pack("<Qi", access, descriptor), 0)
         os.close(descriptor)
 
 

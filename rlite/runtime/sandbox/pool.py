@@ -286,14 +286,6 @@ def time_failure(worker: Worker, now: float) -> Failure | None:
     return "timeout", f"loading {call.code.what} or its arguments took more than {LOAD_TIMEOUT:g} s"
 
 
-def memory_failure(worker: Worker) -> Failure | None:
-    """Return the failure of a process whose resident memory exceeds its call's limit, None if it does not."""
-    limit = worker.calls[0].memory_limit if worker.calls else None
-    if limit is None or (memory := worker.memory()) <= limit:
-        return None
-    return out_of_memory(worker.calls[0], f"it took {memory / 2**30:.2f} GiB")
-
-
 def out_of_memory(call: Call, how: str) -> Failure:
     """Return the failure of a call that took too much memory.
 
@@ -422,13 +414,10 @@ class SandboxPool:
                 self._send(idle)
         num_starting = sum(not worker.is_ready for worker in self._workers)
         for _ in range(min(num_waiting - num_starting, self.num_processes - len(self._workers))):
-            self._start()
-
-    def _start(self) -> None:
-        worker = Worker.start(self._env_vars, self._is_silent)
-        self._workers.append(worker)
-        for readable in worker.readable:
-            self._selector.register(readable, selectors.EVENT_READ, worker)
+            worker = Worker.start(self._env_vars, self._is_silent)
+            self._workers.append(worker)
+            for readable in worker.readable:
+                self._selector.register(readable, selectors.EVENT_READ, worker)
 
     def _send(self, worker: Worker) -> None:
         try:
@@ -491,8 +480,9 @@ class SandboxPool:
                 self._lost(worker, failure[1])
 
         for worker in list(self._workers):
-            if failure := memory_failure(worker):
-                self._end(worker, *failure)
+            limit = worker.calls[0].memory_limit if worker.calls else None
+            if limit is not None and (memory := worker.memory()) > limit:
+                self._end(worker, *out_of_memory(worker.calls[0], f"it took {memory / 2**30:.2f} GiB"))
 
     def _lost(self, worker: Worker, how: str = "") -> None:
         """Kill a process that ended itself, closed its channel, sent an invalid frame, or is late outside of a call.

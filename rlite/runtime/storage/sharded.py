@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rlite.errors import CheckpointError, DamagedCheckpointError, why_not_written
+from rlite.files import expect
 from rlite.runtime.parallel.fsdp import local_tensor
 from rlite.runtime.parallel.host_memory import HostMemory, with_block
 from rlite.runtime.storage.atomic import hash_files, publish, seal
@@ -85,7 +86,7 @@ def load_values(file: Path) -> dict[str, Any]:
     """
     with naming(file):
         values = torch.load(file, weights_only=True)
-        _expect(isinstance(values, dict), f"expected a dict, found {type(values).__name__}")
+        expect(isinstance(values, dict), f"expected a dict, found {type(values).__name__}")
         return values
 
 
@@ -149,7 +150,7 @@ class JsonReader(FileSystemReader):
             )
         with naming(file):
             table = json.loads(file.read_text())
-            _expect(table["format"] == FORMAT, f"format {table['format']}, expected {FORMAT}")
+            expect(table["format"] == FORMAT, f"format {table['format']}, expected {FORMAT}")
             return contents.Metadata(
                 state_dict_metadata={str(name): _entry(entry) for name, entry in table["entries"].items()},
                 storage_data=dict(_placed(*place) for place in table["places"]),
@@ -182,11 +183,6 @@ class PlainLoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
 
 
-def _expect(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)
-
-
 def _described(entry: Any) -> dict[str, Any] | None:
     if not isinstance(entry, contents.TensorStorageMetadata):
         return None
@@ -199,7 +195,7 @@ def _entry(entry: Any) -> contents.TensorStorageMetadata | contents.BytesStorage
     if entry is None:
         return contents.BytesStorageMetadata()
     dtype = getattr(torch, entry["dtype"])
-    _expect(isinstance(dtype, torch.dtype), f"{entry['dtype']} is not a dtype")
+    expect(isinstance(dtype, torch.dtype), f"{entry['dtype']} is not a dtype")
     chunks = [contents.ChunkStorageMetadata(*map(torch.Size, chunk)) for chunk in entry["chunks"]]
     return contents.TensorStorageMetadata(contents.TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
 
@@ -207,7 +203,7 @@ def _entry(entry: Any) -> contents.TensorStorageMetadata | contents.BytesStorage
 def _placed(
     name: str, offsets: list[int] | None, index: int | None, file: str, offset: int, length: int
 ) -> tuple[contents.MetadataIndex, _Place]:
-    _expect(Path(file).name == file, f"{file!r} is not a file of the checkpoint")
+    expect(Path(file).name == file, f"{file!r} is not a file of the checkpoint")
     return contents.MetadataIndex(name, offsets, index), _Place(file, int(offset), int(length))
 
 

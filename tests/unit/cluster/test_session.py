@@ -7,7 +7,7 @@ import pytest
 from rlite.engine.registry import init
 from rlite.errors import ConfigError, RliteError, WorkerError
 from rlite.runtime.cluster import session as session_module
-from rlite.runtime.cluster.launcher import GroupRequest, default_cpu_slots
+from rlite.runtime.cluster.launcher import default_cpu_slots
 from rlite.runtime.cluster.placement import PlacementRequest
 from rlite.runtime.cluster.session import current_session, shutdown
 
@@ -76,7 +76,7 @@ def test_shutdown_releases_everything_though_an_owner_fails() -> None:
     session = init(device="cpu", num_devices=1)
     order = []
     for name in ("first", "second"):
-        session.start(GroupRequest(name, session.devices, lambda context: object()))
+        session.start(name, session.devices, lambda context: object())
         session.before_release(name, lambda name=name: order.append(name))
     session.before_release("second", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -90,7 +90,7 @@ def test_neighbours_are_the_serving_workers_of_others_on_the_same_devices() -> N
     groups = {}
     for name in ("first", "second", "third"):
         placed = session.place(PlacementRequest(owner=name, executor_size=1, colocate_with=tuple(groups)[:1]))
-        groups[name] = session.start(GroupRequest(name, placed[0], lambda context: object()))
+        groups[name] = session.start(name, placed[0], lambda context: object())
     assert session.neighbours("first") == [(groups["second"], 0), (groups["third"], 0)]
     groups["second"].mark_lost([0], WorkerError("it is gone"))
     session.release("third")
@@ -101,6 +101,6 @@ def test_neighbours_are_the_serving_workers_of_others_on_the_same_devices() -> N
 def test_a_launcher_with_fixed_processes_starts_no_replica() -> None:
     init(device="cpu", num_devices=1)
     session = current_session()
-    group = session.launcher.start(GroupRequest("owner", session.launcher.devices, lambda context: object()))
+    group = session.launcher.start("owner", session.launcher.devices, lambda context: object())
     with pytest.raises(ConfigError, match="owner: launcher='inprocess' has fixed processes"):
         session.launcher.start_replica(group, 0, group.devices, lambda context: object())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlite import RliteInferenceEngine
+from rlite.backends.sglang.replica import BACKEND
 from rlite.backends.sglang.server import SglangOptions
 from rlite.errors import ConfigError, UnknownOptionError
 from tests.tiny import build_model_dir
@@ -27,8 +28,8 @@ def test_a_missing_sglang_is_named_with_what_to_install_and_is_never_imported(tm
 
 def test_running_servers_need_no_sglang_but_urls_and_options_of_the_connection() -> None:
     options = SglangOptions(addresses=["http://a:1", "http://b:1"], api_key="key", seed=4)
-    assert options.num_replicas == 2
-    assert SglangOptions(addresses=["http://a:1"]).num_replicas == 1
+    assert BACKEND.num_copies(None, options) == 2
+    assert BACKEND.num_copies(1, SglangOptions(addresses=["http://a:1"])) == 1
     for addresses, told in [(["a:1"], "is no URL"), (["http://a:1", "http://a:1"], "named twice")]:
         with pytest.raises(ConfigError, match=told):
             SglangOptions(addresses=addresses)

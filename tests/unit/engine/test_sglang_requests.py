@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlite.backends.serving.sampling import objection
-from rlite.backends.sglang.replica import MAX_KEPT, TokenStream, generate_body
+from rlite.backends.serving.sampler import objection
+from rlite.backends.sglang.client import MAX_KEPT, TokenStream, generate_body
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlite.backends.serving.sampling import RequestRules
+from rlite.backends.serving.sampler import RequestRules
 from rlite.backends.vllm.release import SAMPLING, sampling_arguments
 from rlite.types import GenerationHyperparameters, SequenceRequest
 

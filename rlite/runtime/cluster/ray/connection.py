@@ -196,7 +196,10 @@ def _join(address: str | None, has_to_run: bool = False) -> bool:
     try:
         _show_token()
         if re.fullmatch(r"[^/]+:\d+", found):
-            _check_access(found, has_to_run)  # `ray.init` tries for 20 s, and does not say why it was refused
+            with _explained():  # `ray.init` tries for 20 s, and does not say why it was refused
+                if has_to_run:
+                    socket.create_connection(_parts(found), timeout=ANSWER_S).close()
+                GcsClient(address=found).internal_kv_get(b"", b"", timeout=ANSWER_S)
         _init_ray(address=found)
     except WorkerError as error:
         if asked is not None:
@@ -218,18 +221,6 @@ def _show_token() -> None:
     if "RAY_AUTH_MODE" not in os.environ and has_token:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # read when Ray was imported
-
-
-def _check_access(address: str, has_to_run: bool) -> None:
-    """Ask the control service of a cluster for anything.
-
-    Raises:
-        WorkerError: it does not answer, or refuses the token.
-    """
-    with _explained():
-        if has_to_run:
-            socket.create_connection(_parts(address), timeout=ANSWER_S).close()
-        GcsClient(address=address).internal_kv_get(b"", b"", timeout=ANSWER_S)
 
 
 @contextmanager
@@ -260,18 +251,22 @@ def _cluster_here() -> str | None:
 
 
 def _start(device: DeviceKind, num_devices: int | None) -> None:
-    """Start Ray for this program only.
+    """Start Ray for this program only, in process groups of its own.
+
+    A signal to this process's group, as `timeout` sends it, then reaches the program alone. It can still save.
 
     Raises:
         WorkerError: Ray did not start.
     """
     _make_token()
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
+    _is_apart.set()
     try:
-        with _apart():
-            _init_ray(address="local", num_cpus=cpus, include_dashboard=False)
+        _init_ray(address="local", num_cpus=cpus, include_dashboard=False)
     except WorkerError as error:
         raise WorkerError(f"Ray did not start on this machine: {error}. If the machine was busy, try again") from error
+    finally:
+        _is_apart.clear()
 
 
 def _init_ray(**options: Any) -> None:
@@ -306,22 +301,6 @@ def _leave_group() -> None:
 os.register_at_fork(after_in_child=_leave_group)
 
 
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Give processes that Ray starts inside the block process groups of their own.
-
-    A signal to this process's group, as `timeout` sends it, then reaches the program alone. It can still save.
-
-    Yields:
-        None.
-    """
-    _is_apart.set()
-    try:
-        yield
-    finally:
-        _is_apart.clear()
-
-
 def _make_token() -> None:
     """Write the token that Ray's processes show each other, readable by this user alone, if there is none.
 
@@ -335,8 +314,3 @@ def _make_token() -> None:
             with suppress(FileExistsError):
                 os.link(file.name, TOKEN)
         TOKEN.chmod(0o600)  # Ray may have written it
-
-
-def stop_reporting_errors() -> None:
-    """Restore Python's own hook for uncaught exceptions: Ray's asks the control service, which is gone."""
-    sys.excepthook = sys.__excepthook__

@@ -18,7 +18,7 @@ from rlite.errors import ConfigError, SnapshotLost, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import AbsentHandle
 from rlite.runtime.cluster.guard import TerminationNotice, end_at_sigterm
 from rlite.runtime.cluster.host import CallPosition, Outcome, WorkerHost, WorkerKey
-from rlite.runtime.cluster.launcher import Interface, Method
+from rlite.runtime.cluster.launcher import Interface
 from rlite.runtime.cluster.ray.connection import ControlService
 
 STOP_TIMEOUT_S = 10.0
@@ -58,7 +58,7 @@ class RayHost:
     def host_notice(self) -> None:
         """Block until the process is asked to end, for a host with a grace period."""
         assert self._notice is not None
-        self._notice.wait()
+        self._notice.is_given.wait()
 
     @ray.method(concurrency_group="look")
     def host_look(self, with_stack: bool = False) -> CallPosition:
@@ -148,12 +148,12 @@ def hosting(interface: Interface, options: Mapping[str, Any]) -> Any:
     return ray.remote(**{**HOST_OPTIONS, **options, "concurrency_groups": groups})(named)
 
 
-def _forward(name: str, method: Method) -> Callable[..., Any]:
+def _forward(name: str, attributes: Mapping[str, Any]) -> Callable[..., Any]:
     def forward(self: RayHost, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._host.only_worker(), name)(*args, **kwargs)
 
     # Ray checks arguments against the signature
-    vars(forward).update(__signature__=method.signature, **method.marks)
+    vars(forward).update(attributes)
     return forward
 
 

@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlite.errors import CallTimeout, ConfigError, PlacementError, WorkerDied, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes, worker_name
 from rlite.runtime.cluster.host import WorkerContext, WorkerFactory
-from rlite.runtime.cluster.launcher import GroupRequest, SessionOptions, default_cpu_slots
+from rlite.runtime.cluster.launcher import SessionOptions, default_cpu_slots
 from rlite.runtime.cluster.placement import Device, DeviceKind
-from rlite.runtime.cluster.ray.connection import ControlService, RayConnection, stop_reporting_errors
+from rlite.runtime.cluster.ray.connection import ControlService, RayConnection
 from rlite.runtime.cluster.ray.fleet import capacities
 from rlite.runtime.cluster.ray.host import HostActor, RayHandle
 from rlite.runtime.parallel.processes import join, keep_for_ever, open_store
@@ -78,15 +78,21 @@ class RayLauncher:
             for node_id, num_devices in seen.items()
         }
 
-    def start(self, request: GroupRequest) -> WorkerGroup:
-        """Return a group of one actor per device, after joining each replica in a torch.distributed world."""
-        name, devices = request.name, request.devices
-        grace_s = self._grace_s[name] = GRACE_S if request.replica_size else 0.0
-        handles, size = self._actors(name, 0, devices, grace_s), request.replica_size or 0
-        group = WorkerGroup(name, devices, handles, self._options.call_timeout, replica_size=size)
+    def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
+        """Return a group of one actor per device, after joining each replica in a torch.distributed world.
+
+        Args:
+            name: name of the group.
+            devices: one per worker.
+            factory: makes a worker from its context, in its process.
+            replica_size: workers of a replica; 0: all.
+        """
+        grace_s = self._grace_s[name] = GRACE_S if replica_size else 0.0
+        handles = self._actors(name, 0, devices, grace_s)
+        group = WorkerGroup(name, devices, handles, self._options.call_timeout, replica_size=replica_size)
         self._groups.append(group)
         try:
-            self._make_workers(group, range(len(group)), request.factory)
+            self._make_workers(group, range(len(group)), factory)
         except BaseException:
             group.stop()
             raise
@@ -193,7 +199,7 @@ class RayLauncher:
             "run, start Ray again if it is not rlite's own, and resume from a checkpoint."
         )
         logger.error(why)
-        stop_reporting_errors()
+        sys.excepthook = sys.__excepthook__  # Python's own: Ray's asks the control service, which is gone
         for group in self._groups:
             group.mark_lost(range(len(group)), WorkerError(why))
             for rank, handle in enumerate(group.handles):

@@ -12,8 +12,6 @@ from ray.job_submission import JobSubmissionClient
 
 from rlite.errors import ConfigError, RliteError
 
-NEEDED = ("aiohttp", "requests")
-
 
 class JobServer:
     """Client of the job server on a cluster's head node."""
@@ -27,7 +25,7 @@ class JobServer:
         Raises:
             ConfigError: no job server answers, or this machine lacks what its client needs.
         """
-        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        missing = [name for name in ("aiohttp", "requests") if importlib.util.find_spec(name) is None]
         if missing:
             raise ConfigError(
                 f"address={address}: the client of Ray's job server needs {', '.join(missing)}: "

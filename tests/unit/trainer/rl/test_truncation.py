@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlite.algorithms import next_token
 from rlite.algorithms.kept_ids import KeptIds
-from rlite.backends.serving.sampling import Sampling, SamplingBatch, sample, uniforms
+from rlite.backends.serving.sampler import Sampling, SamplingBatch, sample, uniforms
 from rlite.data.packs import TokenHistory
 from rlite.errors import ConfigError, DataError
 from rlite.nn import linear_logprobs

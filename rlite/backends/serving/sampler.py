@@ -1,4 +1,4 @@
-"""Sampling for a whole batch at once.
+"""The sampler: the next token of each row of a batch, at once.
 
 A row's token depends only on its logits, its request's seed and its position. The random number is a hash of seed and
 position. The token is the inverse of the cumulative distribution at this number. Slot, batch and history do not matter.

@@ -5,7 +5,7 @@ import torch
 
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.backends.serving import native
-from rlite.backends.serving.sampling import Sampling, SamplingBatch, kept_ids_of, sample, sample_each, uniforms
+from rlite.backends.serving.sampler import Sampling, SamplingBatch, kept_ids_of, sample, sample_each, uniforms
 from rlite.nn import linear_logprobs
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters
 
