@@ -22,6 +22,7 @@ from rlite.services.console.observers import RunReport, SinkLog, StepTrace
 from rlite.services.recovery import record
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RecordOptions
+from rlite.trainer.rl.options import EqualRewards
 from rlite.trainer.run.folder import LEARNING
 from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
@@ -42,11 +43,11 @@ class LearningFacts(Observer):
     """Writes once what the run learns from.
 
     Args:
-        lesson: why groups of equal rewards may teach something; "" if they teach nothing.
+        equal_rewards: whether groups of equal rewards may teach something.
     """
 
-    def __init__(self, lesson: str) -> None:
-        self._facts = {"equal_rewards": {"can_teach": bool(lesson), "reason": lesson}}
+    def __init__(self, equal_rewards: EqualRewards) -> None:
+        self._facts = {"equal_rewards": equal_rewards._asdict()}
 
     def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
         """Write the facts into the run's folder."""

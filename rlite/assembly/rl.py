@@ -193,10 +193,10 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     options, rollout = parts.options, parts.engines.rollout
     record = RunRecord(options.trainer, parts.run, rollout, options.has_dynamic_filtering)
     usage = UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps)
-    lesson = options.lesson_of_equal_rewards
+    equal_rewards = options.equal_rewards
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
-    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, bool(lesson))
-    return [usage, record, *own, alarms, LearningFacts(lesson)]
+    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
+    return [usage, record, *own, alarms, LearningFacts(equal_rewards)]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:

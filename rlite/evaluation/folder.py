@@ -24,7 +24,6 @@ from rlite.evaluation.journal import Journal, Shape, first_problem, is_journal, 
 from rlite.evaluation.metrics import Comparison, Lines, Sample
 from rlite.evaluation.record import Row, remove_record, write_record
 from rlite.runtime.owner import FolderLock, lock_folder
-from rlite.yaml_texts import differences, flat, some_of
 
 RESULTS = "results.json"
 SAMPLES = "samples"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge
 from pydantic import Field
@@ -258,6 +258,14 @@ class AdvantageOptions(Options):
         return () if given.get("estimator", "reinforce") in ("reinforce", "gae") else ("global_norm", "norm_var")
 
 
+class EqualRewards(NamedTuple):
+    """Answer to the question whether groups of equal rewards may teach something."""
+
+    can_teach: bool
+    reason: str = ""
+    """why they may, in words"""
+
+
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """The engine that generates, and environments or workflows in place of rewards."""
 
@@ -407,12 +415,12 @@ class PpoConfig(LaunchOptions):
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""
-        if self.rollout.dynamic_filtering and (reason := self.lesson_of_equal_rewards):
+        if self.rollout.dynamic_filtering and (equal := self.equal_rewards).can_teach:
             yield (
                 "rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: "
-                f"{reason}; leave rollout.dynamic_filtering out"
+                f"{equal.reason}; leave rollout.dynamic_filtering out"
             )
-        if self.rollout.train_sampling_params.temperature == 0 and not self.lesson_of_equal_rewards:
+        if self.rollout.train_sampling_params.temperature == 0 and not self.equal_rewards.can_teach:
             yield (
                 "temperature 0 in training (rollout.train_sampling_params, or the workflow's gconfig): all "
                 f"{self.responses_per_prompt} responses to a prompt are the same, and adv.estimator="
@@ -482,14 +490,11 @@ class PpoConfig(LaunchOptions):
     def has_dynamic_filtering(self) -> bool:
         """True if groups of equal rewards are replaced."""
         asked = self.rollout.dynamic_filtering
-        return not self.lesson_of_equal_rewards if asked is None else asked
+        return not self.equal_rewards.can_teach if asked is None else asked
 
     @property
-    def lesson_of_equal_rewards(self) -> str:
-        """Reason why groups of equal rewards may teach something, in words; "" if they teach nothing.
-
-        They may teach if an advantage depends on more than the rewards of its group.
-        """
+    def equal_rewards(self) -> EqualRewards:
+        """Effect of groups of equal rewards: they may teach if an advantage depends on more than their rewards."""
         adv, kl, group_size = self.adv, self.kl, self.responses_per_prompt
         reasons = {
             "adv.estimator=gae advantages depend on the critic": adv.estimator == "gae",
@@ -499,13 +504,14 @@ class PpoConfig(LaunchOptions):
             f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
         }
         if found := [text for text, holds in reasons.items() if holds]:
-            return f"with {found[0]}"
+            return EqualRewards(True, f"with {found[0]}")
         is_wider = adv.estimator in ("gdpo", *WHITENED)
         if adv.estimator == "reinforce":
-            return ""
+            return EqualRewards(False)
         if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
-            return ""
-        return f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+            return EqualRewards(False)
+        wider = f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
+        return EqualRewards(True, wider)
 
     def collector_options(self) -> CollectorOptions:
         """Return the options of the rollout engine's collector."""

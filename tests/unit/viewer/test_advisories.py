@@ -90,9 +90,9 @@ def test_equal_rewards_are_no_matter_if_the_run_learns_from_them(tmp_path: Path,
     given = PpoConfig(actor={"model_name": "x"}, **options)  # type: ignore[arg-type]
     metrics = log(tmp_path, uniform_groups=1.0)
     run: Any = SimpleNamespace(folder=tmp_path)
-    LearningFacts(given.lesson_of_equal_rewards).on_start(run, {})
+    LearningFacts(given.equal_rewards).on_start(run, {})
     is_useless = do_equal_rewards_teach_nothing(tmp_path)
-    assert bool(advisories(metrics, {}, 10, is_useless)) == is_useless == (not given.lesson_of_equal_rewards)
+    assert bool(advisories(metrics, {}, 10, is_useless)) == is_useless == (not given.equal_rewards.can_teach)
 
 
 def test_lost_rollouts_lead_to_the_ledger(tmp_path: Path) -> None:

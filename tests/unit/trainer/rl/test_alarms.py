@@ -20,7 +20,7 @@ def told(metrics: Mapping[int, Mapping[str, float]], *settings: str) -> list[str
     out = io.StringIO()
     run: Any = SimpleNamespace(step=0, console=ConsoleReporter(file=out))
     options, engine = load(PpoConfig, ["actor.model_name=x", *settings]), SimpleNamespace()
-    can_teach = bool(options.lesson_of_equal_rewards)
+    can_teach = options.equal_rewards.can_teach
     alarms = Alarms(engine, options.rollout.max_head_offpolicyness > 0, can_teach)  # type: ignore[arg-type]
     for run.step, values in metrics.items():
         alarms.look(run, values, {})
