@@ -25,7 +25,7 @@ from rlite.assembly.workflows import RunWorkflows
 from rlite.data.readers.tables import read_rows
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow
-from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.environments.factory import environment_workflow
 from rlite.testing import FaultBoard
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import PpoConfig

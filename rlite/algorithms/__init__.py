@@ -6,7 +6,7 @@ The functions know no config, logger or rank. Per-token tensors come in two layo
 batch.
 """
 
-from rlite.algorithms.advantages.base import (
+from rlite.algorithms.advantages.group import (
     ADVANTAGES,
     AdvantageFunction,
     last_action_rewards,
@@ -14,7 +14,7 @@ from rlite.algorithms.advantages.base import (
     outcome_advantages,
     register_advantage,
 )
-from rlite.algorithms.advantages.group import (
+from rlite.algorithms.advantages.outcomes import (
     gdpo_advantages,
     gpg_advantages,
     group_advantages,

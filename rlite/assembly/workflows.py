@@ -22,7 +22,7 @@ from rlite.data.rows import check_prompts, stream_of
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
-from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.environments.factory import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.trainer.held_out import GeneratedOptions, key_of

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rlite.rollout.collector.ledger import RolloutCounters, RolloutLedger, capacity
     from rlite.rollout.collector.options import CollectorOptions
     from rlite.rollout.conversation import Conversation, MultiTurnWorkflow, Transcript
-    from rlite.rollout.environments.workflow import Environment, EnvironmentWorkflow, GymEnvironment, GymWorkflow
+    from rlite.rollout.environments.gym import GymEnvironment, GymWorkflow
+    from rlite.rollout.environments.workflow import Environment, EnvironmentWorkflow
     from rlite.rollout.failures import (
         EnvironmentCrash,
         EnvironmentFailure,
@@ -47,7 +48,8 @@ __all__, __getattr__, __dir__ = imports.exports(
         "rlite.rollout.collector.calls": "RolloutCollector",
         "rlite.rollout.collector.ledger": "RolloutCounters RolloutLedger capacity",
         "rlite.rollout.collector.options": "CollectorOptions",
-        "rlite.rollout.environments.workflow": "Environment EnvironmentWorkflow GymEnvironment GymWorkflow",
+        "rlite.rollout.environments.gym": "GymEnvironment GymWorkflow",
+        "rlite.rollout.environments.workflow": "Environment EnvironmentWorkflow",
         "rlite.rollout.failures": (
             "EnvironmentCrash EnvironmentFailure EnvironmentInvalid EnvironmentMemory EnvironmentRaised "
             "EnvironmentTimeout RewardCrash RewardError RewardInvalid RewardMemory RewardRaised "

@@ -1,4 +1,4 @@
-"""Compute advantages of outcomes (`group`) and of tokens (`token`); `base` calls any estimator of outcomes.
+"""Compute advantages of outcomes in a group (`group`, further ones in `outcomes`) and of tokens (`token`).
 
 An estimator is a function `(rewards, group_ids, *, ...) -> advantages` of one number per sequence. Its keyword
 parameters are its options. To add an estimator:

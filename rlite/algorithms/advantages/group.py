@@ -1,219 +1,249 @@
-"""Compute further advantages of outcomes: one reward per sequence, and the group to which each sequence belongs."""
+"""Compute advantages: the table of estimators of outcomes, the estimator behind GRPO, and tokens as a table of actions.
+
+Statistics are computed in float64. In float32 the mean of eight rewards of 0.7 is not 0.7, and the rounding error
+divided by itself looks like an advantage. Equal rewards give exactly 0. No function here carries a gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from rlite.algorithms.advantages import base
-from rlite.algorithms.advantages.base import Singleton, register_advantage
-from rlite.algorithms.shapes import GroupIds, Sequences
+from rlite.algorithms.reduce import Configured, check_result, sequence_index
+from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Sequences, Tokens
 from rlite.errors import ConfigError
+from rlite.registry import Table
+
+Level = Literal["group", "batch"]
+Singleton = Literal["zero", "raw"]
+
+AdvantageFunction = Callable[..., Tensor]
+ADVANTAGES: Table[AdvantageFunction] = Table("advantage", given=("rewards", "group_ids"))
+"""estimators by name"""
 
 
-@register_advantage("dr_grpo")
-def group_advantages(
+def register_advantage(name: str, *, needs: tuple[str, ...] = ()) -> Callable[[AdvantageFunction], AdvantageFunction]:
+    """Register a function as the advantage estimator of this name.
+
+    Args:
+        name: the value of `adv.estimator`.
+        needs: tensors that the function takes as keyword arguments: "lengths", "greedy_rewards".
+
+    Returns:
+        A decorator, which returns the function unchanged.
+
+    Raises:
+        ConfigError: `needs` names an unknown tensor, or another function has the name.
+    """
+    if unknown := set(needs) - {"lengths", "greedy_rewards"}:
+        raise ConfigError(f"needs={needs}: expected lengths or greedy_rewards, found {', '.join(sorted(unknown))}")
+    return ADVANTAGES.register(name, needs)
+
+
+def outcome_advantages(
+    estimator: str | AdvantageFunction | Configured,
+    rewards: Float[Tensor, "*kinds sequences"],
+    group_ids: GroupIds,
+    *,
+    lengths: Shaped[Tensor, " sequences"] | None = None,
+    greedy_rewards: Sequences | None = None,
+    options: Mapping[str, Any] | None = None,
+    is_example: bool = False,
+) -> Sequences:
+    """Return the advantage of every sequence.
+
+    Args:
+        estimator: a name of `ADVANTAGES`, a function with the same signature, or either with its options.
+        rewards: one per sequence, `[N]`; for "gdpo" one row per kind of reward, `[K, N]`.
+        group_ids: equal for the responses to one prompt, `[N]`.
+        lengths: action tokens of each sequence, `[N]`, for estimators that need them.
+        greedy_rewards: reward of the greedy response to the same prompt, `[N]`, for estimators that need it.
+        options: keyword arguments of the estimator.
+        is_example: the rewards are examples, for which an estimator may return NaN.
+
+    Raises:
+        ConfigError: the name is unknown, a tensor that the estimator needs is missing, an option has a value of the
+            wrong kind, or the estimator returns something else than a finite advantage for each sequence.
+        OwnCodeError: the estimator is the user's, and raised an exception.
+        UnknownOptionError: the estimator has no such option.
+    """
+    configured = Configured.of(ADVANTAGES, estimator, options or {})
+    given = {"lengths": lengths, "greedy_rewards": greedy_rewards}
+    needed = {key: given[key] for key in configured.needs}
+    if missing := [key for key, value in needed.items() if value is None]:
+        raise ConfigError(f"advantage {configured.name} needs {', '.join(missing)}")
+    if is_example:
+        what = f"{configured.what}, called at the start with {len(rewards)} example rewards,"
+        configured = replace(configured, what=what)
+    advantages = configured(rewards.clone(), group_ids.clone(), **needed)  # the function may write into them
+    like = [*rewards.reshape(-1, *group_ids.shape)]
+    return check_result(configured.what, advantages, like, is_deep=not is_example).detach()
+
+
+@register_advantage("normalized")
+@torch.no_grad()
+def normalize_rewards(
     rewards: Sequences,
     group_ids: GroupIds,
     *,
-    norm_std: bool = False,
-    eps: float = 1e-6,
+    mean: Level | None = "group",
+    std: Level | None = None,
+    leave_one_out: bool = False,
     unbiased: bool = True,
+    std_about: Literal["baseline", "own_mean"] = "baseline",
+    eps: float = 1e-6,
     singleton: Singleton = "zero",
 ) -> Sequences:
-    """Return the advantage of every sequence over the mean of its group.
+    """Return normalised rewards as the advantage of every sequence.
 
-    A = R - mean(group), with `norm_std` divided by (std(group) + eps). Without `norm_std` it is the baseline of Dr.
-    GRPO (arXiv:2503.20783), with `norm_std` the advantage of GRPO (arXiv:2402.03300).
-
-    With one response per prompt, give all sequences one id. The baseline is then the batch mean.
+    A = (R - mean) / (std + eps), the family to which GRPO, Dr. GRPO and RLOO belong.
 
     Args:
         rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`; groups may have any size and order.
-        norm_std: divide by the standard deviation of the group.
-        eps: added to the standard deviation.
+        group_ids: equal for the responses to one prompt, `[N]`.
+        mean: "group" or "batch"; None subtracts no mean.
+        std: "group" or "batch"; None does not divide.
+        leave_one_out: leave the sequence itself out of the mean.
         unbiased: divide the variance by n - 1 instead of n.
-        singleton: advantage of a group of one: "zero", or its reward, "raw".
+        std_about: point from which the deviation is measured: the baseline that was subtracted, or the mean of the
+            level that `std` names.
+        eps: added to the deviation.
+        singleton: "raw" gives a group of one its reward unchanged. "zero" applies the formula, 0 with mean "group".
+
+    Raises:
+        ConfigError: rewards and group_ids are not both `[N]`.
     """
-    std: base.Level | None = "group" if norm_std else None
-    return base.normalize_rewards(rewards, group_ids, std=std, unbiased=unbiased, eps=eps, singleton=singleton)
-
-
-register_advantage("grpo")(partial(group_advantages, norm_std=True))
-
-
-@register_advantage("rloo")
-def rloo_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
-    """Return RLOO's advantage of every sequence.
-
-    A = R - mean of the others of the group = n / (n - 1) (R - mean(group)). RLOO, arXiv:2402.14740.
-
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`.
-        singleton: advantage of a group of one: "zero", or its reward, "raw".
-    """
-    return base.normalize_rewards(rewards, group_ids, leave_one_out=True, singleton=singleton)
-
-
-def remax_advantages(rewards: Sequences, greedy_rewards: Sequences) -> Sequences:
-    """Return ReMax's advantage of every sequence.
-
-    A = R - R(greedy response to the same prompt). ReMax, arXiv:2310.10505.
-    """
-    return rewards - greedy_rewards
-
-
-@register_advantage("remax", needs=("greedy_rewards",))
-def _remax(rewards: Tensor, group_ids: Tensor, *, greedy_rewards: Tensor) -> Tensor:
-    return remax_advantages(rewards, greedy_rewards)
-
-
-@register_advantage("gpg")
-def gpg_advantages(rewards: Sequences, group_ids: GroupIds, *, singleton: Singleton = "zero") -> Sequences:
-    """Return GPG's advantage of every sequence.
-
-    A = alpha (R - mean(group)), alpha = N / number of sequences whose reward is not 0. GPG, arXiv:2504.02546.
-
-    alpha compensates for groups without success, which count in the batch's mean and have no gradient.
-
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`.
-        singleton: advantage of a group of one before alpha: "zero", or its reward, "raw".
-    """
-    alpha = len(rewards) / rewards.count_nonzero().clamp(min=1)
-    return alpha * group_advantages(rewards, group_ids, singleton=singleton)
-
-
-@register_advantage("opo", needs=("lengths",))
-@torch.no_grad()
-def opo_advantages(
-    rewards: Sequences, group_ids: GroupIds, *, lengths: Shaped[Tensor, " sequences"], singleton: Singleton = "zero"
-) -> Sequences:
-    """Return OPO's advantage of every sequence.
-
-    A = R - sum(l R) / sum(l) over the group, l the number of action tokens. OPO, arXiv:2505.23585.
-
-    The baseline has the least variance if the squared norm of a response's gradient grows with its length.
-
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`.
-        lengths: action tokens of each sequence, `[N]`. A group without a token has advantage 0.
-        singleton: advantage of a group of one: "zero", or its reward, "raw".
-    """
-    groups = base.group_indices(rewards, group_ids)
-    scores, weight = rewards.double(), lengths.double()
-    total = base.sum_over_set(weight, groups)
-    # a weighted mean of differences, so that equal rewards give exactly 0
-    centre = group_advantages(scores, group_ids)
-    advantages = centre - base.sum_over_set(weight * centre, groups) / total.clamp(min=1)
-    advantages = torch.where(total > 0, advantages, 0.0)
-    return base.as_advantages(base.with_singletons(advantages, scores, groups, singleton), rewards)
-
-
-@register_advantage("pass_at_k")
-@torch.no_grad()
-def pass_at_k_advantages(
-    rewards: Sequences, group_ids: GroupIds, *, norm_std: bool = False, eps: float = 1e-6
-) -> Sequences:
-    """Return pass@k's leave-one-out advantage of every sequence.
-
-    A = R - second best of the group for the single best response, 0 for all others. If two share the best reward, A = 0
-    for both. The objective is max(group), pass@k with k the group's size (arXiv:2503.19595).
-
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`. A group of one has advantage 0.
-        norm_std: divide by (std(group) + eps).
-        eps: added to the standard deviation.
-    """
-    groups = base.group_indices(rewards, group_ids)
+    groups = group_indices(rewards, group_ids)
+    levels = {"group": groups, "batch": torch.zeros_like(groups)}
     scores = rewards.double()
-    is_best = scores == base.max_over_set(scores, groups)
-    second = base.max_over_set(scores.masked_fill(is_best, -torch.inf), groups)
-    is_alone_best = is_best & (base.sum_over_set(is_best.double(), groups) == 1) & second.isfinite()
-    advantages = torch.where(is_alone_best, scores - second, 0.0)
-    if norm_std:
-        count = base.sum_over_set(torch.ones_like(scores), groups)
-        distance = group_advantages(scores, group_ids)
-        deviation = (base.sum_over_set(distance.square(), groups) / (count - 1).clamp(min=1)).sqrt()
-        advantages = advantages / (deviation + eps)
-    return base.as_advantages(advantages, rewards)
+    centred = scores
+    if mean is not None:
+        ids = levels[mean]
+        count, total = sum_over_set(torch.ones_like(scores), ids), sum_over_set(scores, ids)
+        baseline = (total - scores) / (count - 1).clamp(min=1) if leave_one_out else total / count
+        centred = torch.where(_are_equal_in_set(scores, ids), 0.0, scores - baseline)
+    if std is not None:
+        ids = levels[std]
+        count = sum_over_set(torch.ones_like(scores), ids)
+        distance = centred if std_about == "baseline" else scores - sum_over_set(scores, ids) / count
+        variance = sum_over_set(distance.square(), ids) / (count - int(unbiased)).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
+    return as_advantages(with_singletons(centred, scores, groups, singleton), rewards)
 
 
-@register_advantage("gdpo")
-@torch.no_grad()
-def gdpo_advantages(
-    rewards: Float[Tensor, "kinds sequences"],
-    group_ids: GroupIds,
-    *,
-    weights: Sequence[float] | None = None,
-    eps: float = 1e-6,
-    batch_norm: bool = True,
-) -> Sequences:
-    """Return GDPO's advantage of every sequence.
-
-    A = sum over kinds of reward k of weights[k] (R_k - mean(group)) / (std(group) + eps).
-
-    The sum is then normalised over the batch, (A - mean) / (std + eps). GDPO, arXiv:2601.05242.
-
-    Each kind is normalised separately, so a kind with a large spread does not dominate the others.
+def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) -> Int[Tensor, " sequences"]:
+    """Return the number of each sequence's group, counted from 0, `[N]`.
 
     Args:
-        rewards: one row per kind of reward, `[K, N]`. A reward that does not count is NaN, and adds nothing.
+        rewards: one per sequence, `[N]`.
         group_ids: equal for the responses to one prompt, `[N]`.
-        weights: one per kind; default: 1.
-        eps: added to standard deviations.
-        batch_norm: normalise the sum over the batch. To normalise over tokens instead, turn it off and whiten:
-            `masked_whiten(to_tokens(A, mask), mask)`.
 
     Raises:
-        ConfigError: the number of weights differs from the number of kinds.
+        ConfigError: rewards and group_ids are not both `[N]`.
     """
-    weights = [1.0] * len(rewards) if weights is None else weights
-    if len(weights) != len(rewards):
-        raise ConfigError(f"{len(weights)} weights for {len(rewards)} kinds of reward")
-    total = torch.zeros(rewards.shape[1], dtype=torch.float64, device=rewards.device)
-    for weight, reward in zip(weights, rewards, strict=True):
-        counts = reward.isfinite()
-        scores = reward[counts].double()
-        total[counts] += weight * group_advantages(scores, group_ids[counts], norm_std=True, eps=eps)
-    if batch_norm:
-        total = base.normalize_rewards(total, group_ids, mean="batch", std="batch", eps=eps)
-    return base.as_advantages(total, rewards)
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        found = f"{list(rewards.shape)}, {list(group_ids.shape)}"
+        raise ConfigError(f"expected rewards [N] and group_ids [N], found {found}")
+    return torch.unique(group_ids, return_inverse=True)[1]
 
 
-def is_of_group_alone(estimator: str | base.AdvantageFunction, options: Mapping[str, Any], group_size: int) -> bool:
-    """Return whether a group's advantages depend only on this group, and are 0 if its rewards are equal.
+def sum_over_set(x: Float[Tensor, "sequences *any"], ids: Int[Tensor, " sequences"]) -> Float[Tensor, "sequences *any"]:
+    """Return for each member the sum over its set. `ids` number the sets from 0."""
+    return torch.zeros_like(x).index_add(0, ids, x)[ids]
 
-    The estimator is run on examples, so the answer also holds for user-defined functions.
+
+def as_advantages(wide: Float[Tensor, "*any"], rewards: Shaped[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return float64 values in the rewards' dtype, or in float32 for whole-number rewards."""
+    return wide.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+
+
+def with_singletons(advantages: Tensor, scores: Tensor, groups: Tensor, singleton: Singleton) -> Tensor:
+    """Return advantages in which a group of one has its own score, if `singleton` is "raw".
 
     Args:
-        estimator: a name of `ADVANTAGES`, or a function with the same signature.
-        options: keyword arguments of the estimator.
-        group_size: sequences in a group, at least 2.
-
-    Raises:
-        ConfigError: the estimator returns something else than one advantage for each sequence.
-        OwnCodeError: the estimator is the user's, and raised an exception.
+        advantages: one per sequence, `[N]`.
+        scores: rewards in float64, `[N]`.
+        groups: number of each sequence's group, from 0, `[N]`.
+        singleton: "zero" changes nothing.
     """
-    mixed = torch.arange(group_size) % 2
-    groups = torch.stack([torch.full_like(mixed, value) for value in (0, 1, -2)] + [mixed, 3 * mixed - 1]).double()
-    lengths = torch.arange(1, groups.numel() + 1).view(groups.shape)
+    if singleton == "zero":
+        return advantages
+    return torch.where(sum_over_set(torch.ones_like(scores), groups) == 1, scores, advantages)
 
-    def advantages(chosen: slice) -> Tensor:
-        ids = torch.arange(len(groups))[chosen].repeat_interleave(group_size)
-        rewards, counts = groups[chosen].flatten(), lengths[chosen].flatten()
-        return base.outcome_advantages(estimator, rewards, ids, lengths=counts, options=options, is_example=True)
 
-    together = advantages(slice(None))
-    alone = torch.cat([advantages(slice(number, number + 1)) for number in range(len(groups))])
-    return torch.allclose(together, alone) and not together[: 3 * group_size].any()
+def max_over_set(x: Sequences, ids: Int[Tensor, " sequences"]) -> Sequences:
+    """Return for each member the greatest value of its set."""
+    return torch.zeros_like(x).scatter_reduce(0, ids, x, "amax", include_self=False)[ids]
+
+
+def _are_equal_in_set(x: Sequences, ids: Int[Tensor, " sequences"]) -> Bool[Tensor, " sequences"]:
+    return max_over_set(x, ids) == -max_over_set(-x, ids)
+
+
+ActionTable = Float[Tensor, "rows columns"]
+
+
+class ActionTokens(NamedTuple):
+    """The positions of the action tokens, flat and in a dense table `[sequences, most actions of a sequence]`.
+
+    An estimator that steps over a sequence's actions steps over the table's columns, regardless of gaps between
+    actions.
+    """
+
+    tokens_at: Int[Tensor, " actions"]
+    rows: Int[Tensor, " actions"]
+    columns: Int[Tensor, " actions"]
+    num_rows: int
+    num_columns: int
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, mask: Mask, cu_seqlens: CuSeqlens | None) -> ActionTokens:
+        """Return the positions of the tokens with mask 1.
+
+        Args:
+            mask: action tokens, `[T]` or `[B, L]`.
+            cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        """
+        index = sequence_index(mask, cu_seqlens).flatten()
+        num_rows = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        tokens_at = mask.flatten().bool().nonzero().squeeze(-1)
+        tokens_at = tokens_at[index[tokens_at] < num_rows]
+        rows = index[tokens_at]
+        counts = torch.bincount(rows, minlength=num_rows)
+        columns = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        return cls(tokens_at, rows, columns, num_rows, int(counts.max()) if num_rows else 0, mask.shape)
+
+    def table(self, x: Tensor) -> ActionTable:
+        """Return the tokens' values as a table in float64, 0 after each sequence's last action."""
+        dense = torch.zeros(self.num_rows, self.num_columns, dtype=torch.float64, device=x.device)
+        dense[self.rows, self.columns] = x.flatten()[self.tokens_at].double()
+        return dense
+
+    def tokens(self, table: ActionTable) -> Tokens:
+        """Return a table's values at the positions of their tokens; 0 at other tokens."""
+        flat = table.new_zeros(self.shape.numel())
+        flat[self.tokens_at] = table[self.rows, self.columns]
+        return flat.view(self.shape)
+
+
+@torch.no_grad()
+def last_action_rewards(scores: Sequences, mask: Mask, *, cu_seqlens: CuSeqlens | None = None) -> Tokens:
+    """Return rewards of tokens: each sequence's score on its last token in the mask, and 0 on other tokens.
+
+    Args:
+        scores: one per sequence, `[N]`. A sequence without a token in the mask loses its score.
+        mask: action tokens, `[T]` or `[B, L]`.
+        cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+    """
+    index = sequence_index(mask, cu_seqlens).flatten()
+    places = torch.arange(len(index), device=index.device).masked_fill(~mask.flatten().bool(), -1)
+    last = places.new_full((len(scores) + 1,), -1).scatter_reduce(0, index, places, "amax")[:-1]
+    rewards = scores.new_zeros(len(index) + 1)
+    rewards[last] = scores  # -1 is the place beyond the end
+    return rewards[:-1].view(mask.shape)

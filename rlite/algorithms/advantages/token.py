@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from rlite.algorithms.advantages import base
-from rlite.algorithms.advantages.group import group_advantages
+from rlite.algorithms.advantages import group
+from rlite.algorithms.advantages.outcomes import group_advantages
 from rlite.algorithms.logprobs import kl_penalty
 from rlite.algorithms.reduce import masked_mean, masked_variance, sequence_sums, to_tokens
 from rlite.algorithms.shapes import CuSeqlens, GroupIds, Mask, Tokens
 from rlite.types import KLEstimator
 
 
-def discounted_suffix_sums(x: base.ActionTable, factor: float) -> base.ActionTable:
+def discounted_suffix_sums(x: group.ActionTable, factor: float) -> group.ActionTable:
     """Return S_t = x_t + factor S_{t+1} along the columns, in log2(columns) steps.
 
     The sums are computed by doubling: S^{2n}_t = S^n_t + factor^n S^n_{t+n}.
@@ -56,7 +56,7 @@ def gae(
         lam: lambda; 1 relies only on rewards, 0 on values.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
-    actions = base.ActionTokens.of(mask, cu_seqlens)
+    actions = group.ActionTokens.of(mask, cu_seqlens)
     r, v = actions.table(rewards), actions.table(values)
     next_v = torch.nn.functional.pad(v[:, 1:], (0, 1)) if v.shape[1] else v
     advantages = discounted_suffix_sums(r + gamma * next_v - v, gamma * lam)
@@ -76,7 +76,7 @@ def discounted_returns(
         gamma: discount per action token.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
-    actions = base.ActionTokens.of(mask, cu_seqlens)
+    actions = group.ActionTokens.of(mask, cu_seqlens)
     returns = discounted_suffix_sums(actions.table(rewards), gamma)
     return actions.tokens(returns).to(torch.promote_types(rewards.dtype, torch.float32))
 
@@ -87,7 +87,7 @@ def reinforce_pp_advantages(
     gamma: float = 1.0,
     *,
     group_ids: GroupIds | None = None,
-    singleton: base.Singleton = "zero",
+    singleton: group.Singleton = "zero",
     cu_seqlens: CuSeqlens | None = None,
 ) -> Tokens:
     """Return discounted returns, whitened over all action tokens of the batch. REINFORCE++, arXiv:2501.03262.
@@ -179,16 +179,16 @@ def optimal_token_advantages(
         eps: added to sums of W_t.
         cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
     """
-    actions = base.ActionTokens.of(mask, cu_seqlens)
+    actions = group.ActionTokens.of(mask, cu_seqlens)
     returns = discounted_suffix_sums(actions.table(rewards), 1.0)
     acts = actions.table(torch.ones_like(rewards))
     energy = 1 - 2 * logprobs.double().exp() + sum_pi_squared.double()
     if importance_weights is not None:
         energy = energy * importance_weights.double().square()
     path = actions.table(energy).cumsum(1) * acts
-    groups = base.group_indices(returns.new_zeros(len(returns)), group_ids)
-    baseline = base.sum_over_set(returns * path, groups) / (base.sum_over_set(path, groups) + eps)
-    is_alone = base.sum_over_set(acts.any(1).double(), groups)[:, None] == 1
+    groups = group.group_indices(returns.new_zeros(len(returns)), group_ids)
+    baseline = group.sum_over_set(returns * path, groups) / (group.sum_over_set(path, groups) + eps)
+    is_alone = group.sum_over_set(acts.any(1).double(), groups)[:, None] == 1
     if zero_tail:
-        is_alone = is_alone | (base.sum_over_set(acts, groups) == 1)
-    return base.as_advantages(actions.tokens(returns - torch.where(is_alone, 0.0, baseline)), rewards)
+        is_alone = is_alone | (group.sum_over_set(acts, groups) == 1)
+    return group.as_advantages(actions.tokens(returns - torch.where(is_alone, 0.0, baseline)), rewards)

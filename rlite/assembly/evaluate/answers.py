@@ -43,7 +43,7 @@ from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.environments.workflow import environment_workflow
+from rlite.rollout.environments.factory import environment_workflow
 from rlite.rollout.episode import mix
 from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlite import algorithms
 from rlite.algorithms import LossInputs, Mean, OnLogprobs, PerToken, TokenLogprobs
-from rlite.algorithms.advantages.base import ActionTokens
+from rlite.algorithms.advantages.group import ActionTokens
 from rlite.algorithms.reduce import Configured
 from rlite.data.packs import check_one_per_row, first_rows, last_rows, trajectory_index, with_keys
 from rlite.errors import ConfigError

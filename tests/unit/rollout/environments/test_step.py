@@ -22,8 +22,8 @@ from rlite.rollout import (
     RolloutCollector,
     ScriptedEngine,
 )
+from rlite.rollout.environments.factory import environment_workflow
 from rlite.rollout.environments.file import is_gym_file
-from rlite.rollout.environments.workflow import environment_workflow
 from rlite.rollout.joined import join_batches, pad_trajectories
 from rlite.runtime.sandbox.pool import close_shared_pool
 from tests.tiny import tokenizer_with_bos
