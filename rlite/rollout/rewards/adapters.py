@@ -136,8 +136,8 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
 def call_selectively(fn: Callable[..., Any], /, **keywords: Any) -> Any:
     """Return the result of a function that gets only the keyword arguments that it accepts."""
     signature = signature_of(fn)
-    accepted = keywords.keys() if takes_all(signature) else keywords.keys() & signature.parameters.keys()
-    return fn(**{key: keywords[key] for key in accepted})
+    accepted = keywords if takes_all(signature) else [key for key in keywords if key in signature.parameters]
+    return fn(**{key: keywords[key] for key in accepted})  # in their order, which a wrapper of `fn` sees
 
 
 def from_verl(compute_score: Callable[..., Any]) -> Callable[..., Any]:

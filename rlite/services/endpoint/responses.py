@@ -83,7 +83,8 @@ class Exchange:
     @cached_property
     def token_text(self) -> Callable[[int], str]:
         """The text of a token. Each token is decoded once."""
-        return cache(lambda token: self.tokenizer.decode([token]))
+        decode = self.tokenizer.decode  # without `self`, which would be a cycle that outlives the request
+        return cache(lambda token: decode([token]))
 
     def around(self, choices: list[dict[str, Any]], is_chunk: bool) -> dict[str, Any]:
         """Return a response, or one chunk of it."""
