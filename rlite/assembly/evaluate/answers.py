@@ -308,7 +308,8 @@ def digest(parts: Iterable[str | bytes]) -> str:
 def _functions(scorer: Any) -> Iterator[FunctionType]:
     """Yield the functions behind a callable object, or those of its class."""
     if isinstance(scorer, partial):
-        yield from _functions(scorer.func)
+        for each in (scorer.func, *filter(callable, scorer.args)):
+            yield from _functions(each)
     elif isinstance(scorer, RewardFunction):
         yield from _functions(scorer.fn)
     elif isinstance(scorer, TrlReward):

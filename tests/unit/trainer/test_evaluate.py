@@ -42,7 +42,7 @@ from rlite.evaluation.metrics import (
 from rlite.evaluation.record import task_rows
 from rlite.evaluation.statistics import clustered_standard_error
 from rlite.files import file_name
-from rlite.rollout import RewardFunction, from_trl
+from rlite.rollout import RewardFunction, from_trl, from_verl
 from rlite.rollout.registry import REWARDS, WORKFLOWS
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from tests.unit.trainer.test_evaluate_folder import row, write
@@ -448,6 +448,12 @@ def test_changed_code_of_a_module_or_a_registered_name_has_another_digest(
     for each, digests in zip(named, registered, strict=True):
         assert digests.keys() == {"registered"}
         assert EvaluationRequest(each, NOTHING).code() != digests
+
+
+def test_the_code_behind_a_reward_of_another_library_counts() -> None:
+    made = [from_verl(each) for each in (test_code_that_cannot_be_read_equals_no_other, digest_of, digest_of)]
+    digests = [digest_of(each) for each in made]
+    assert digests[0] != digests[1] == digests[2]
 
 
 def test_code_that_cannot_be_read_equals_no_other() -> None:
