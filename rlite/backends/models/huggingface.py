@@ -32,7 +32,16 @@ from rlite.backends.models.batch_invariant import causal_attention_in_blocks, ma
 from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
-from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, meta_parameters, padding_token, real_tensors
+from rlite.nn.pretrained import (
+    causal_config,
+    end_ids,
+    forget_quantisation,
+    load_config,
+    load_tokenizer,
+    meta_parameters,
+    padding_token,
+    real_tensors,
+)
 from rlite.runtime.parallel.context_parallel import ContextShare
 from rlite.runtime.parallel.fsdp import shard_group
 from rlite.runtime.parallel.tensor import check_split, parallelize
@@ -123,6 +132,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             raise ConfigError(f"from_pretrained on meta takes the path alone, not {given}; dtypes: options of build()")
         with real_tensors(), meta_parameters():
             config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
+            config.dtype = config.dtype or causal_config(load_config(path)).dtype  # of the model around a text model
+            forget_quantisation(config)
             rates = {} if cls._keeps_dropout else disable_dropout(config)
             module = cls(config)
         with real_tensors():  # accelerate registers a new parameter for each name, so tied weights are apart
