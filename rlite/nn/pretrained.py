@@ -367,8 +367,9 @@ def _expect_few_added_tokens(folder: Path) -> None:
 def quantised(reason: str) -> str:
     """Return the message for a checkpoint whose weights are quantised."""
     return (
-        f"the checkpoint is quantised ({reason}); rlite reads float32, float16, bfloat16, fp8 with scales per block, and MXFP4. Use the original, or "
-        "write one: load the model with transformers, call dequantize() and save_pretrained()"
+        f"the checkpoint is quantised ({reason}); rlite reads float32, float16, bfloat16, MXFP4, and fp8 with scales "
+        "per block. Use the original, or write one: load the model with transformers, call dequantize() and "
+        "save_pretrained()"
     )
 
 

@@ -53,7 +53,7 @@ class _Facts:
     """returns the shape of the parameter that a target pattern stands for"""
 
     def only_target(self, values: Values, pattern: str) -> str:
-        """Return the target, if a single one is made of a single pattern, else the pattern: further operations follow."""
+        """Return the target if one pattern makes one, else the pattern, because further operations follow."""
         return self.targets[0] if len(values) == len(self.targets) == 1 else pattern
 
 
@@ -63,7 +63,10 @@ def _stack(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
     counts = {pattern: len(parts) for pattern, parts in values.items()}
 
     def undo(back: Values) -> Values:
-        return {pattern: [Selected(back[names[pattern]][0], op.dim, i) for i in range(counts[pattern])] for pattern in counts}
+        return {
+            pattern: [Selected(back[names[pattern]][0], op.dim, i) for i in range(counts[pattern])]
+            for pattern in counts
+        }
 
     return made, undo
 
@@ -215,13 +218,17 @@ class Rules:
     converters: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Fetch the rules."""
+        """Fetch the rules.
+
+        Raises:
+            ConfigError: a rule or an operation is not known.
+        """
         found = conversion_mapping.get_model_conversion_mapping(self.model)
         strange = {type(rule).__name__ for rule in found if type(rule) not in KNOWN_RULES}
         for rule in found:
             strange |= {type(op).__name__ for op in getattr(rule, "operations", ()) if type(op) not in OPERATIONS}
         if strange:
-            told = f"{type(self.model).__name__} has checkpoints that transformers converts by {', '.join(sorted(strange))}"
+            told = f"transformers converts checkpoints of {type(self.model).__name__} by {', '.join(sorted(strange))}"
             raise ConfigError(f"{told}, which rlite does not know")
         object.__setattr__(self, "renamings", [rule for rule in found if isinstance(rule, rules.WeightRenaming)])
         object.__setattr__(self, "converters", [rule for rule in found if isinstance(rule, rules.WeightConverter)])
@@ -256,8 +263,8 @@ class Rules:
         return collected, rest
 
     def _renamed(self, name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
-        prefix = self.model.base_model_prefix
-        return rules.rename_source_key(name, renamings, converters, prefix, self.own)  # type: ignore[arg-type]
+        prefix: Any = self.model.base_model_prefix
+        return rules.rename_source_key(name, renamings, converters, prefix, self.own)
 
     def group(self, target: str, collected: _Collected, shape_of: Callable[[str], Shape]) -> Group:
         """Return a parameter and the stored tensors that it is made of, or what else is made of them.
@@ -333,7 +340,11 @@ def describe(converter: Any) -> str:
 
 
 def _expect_numbers(converter: Any, names: Mapping[str, list[str]]) -> None:
-    """Refuse a list of tensors with a gap, or without a list that belongs to it."""
+    """Refuse a list of tensors with a gap, or without a list that belongs to it.
+
+    Raises:
+        ValueError: the message names the pattern.
+    """
     for pattern in converter.source_patterns:
         found = names.get(pattern, ())
         varying = [column for column in zip(*(name.split(".") for name in found), strict=False) if len(set(column)) > 1]
@@ -386,7 +397,9 @@ class Conversion:
                     yield stored, expression.read(source, whole(expression.shape))
         if held:
             name = next(iter(held))
-            told = f"{name} is stored together with {', '.join(groups[name].held.keys() - held.keys())}, which is missing"
+            told = (
+                f"{name} is stored together with {', '.join(groups[name].held.keys() - held.keys())}, which is missing"
+            )
             raise CheckpointError(told)
 
 

@@ -1,8 +1,8 @@
 """Tensors of quantised checkpoints as bfloat16: fp8 with a scale per block, and MXFP4. Only the wanted box is read.
 
-    fp8      NAME [M, N], NAME_scale_inv [ceil(M / m), ceil(N / n)]     NAME = value * scale of its block of [m, n]
-    mxfp4    NAME_blocks [E, N, K / 32, 16], NAME_scales [E, N, K / 32]  NAME [E, K, N] = value * 2 ** (scale - 127)
-             two values of 4 bits in each byte, the lower ones first
+fp8      NAME [M, N], NAME_scale_inv [ceil(M / m), ceil(N / n)]     NAME = value * scale of its block of [m, n]
+mxfp4    NAME_blocks [E, N, K / 32, 16], NAME_scales [E, N, K / 32]  NAME [E, K, N] = value * 2 ** (scale - 127)
+         two values of 4 bits in each byte, the lower ones first
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class DequantisedReader:
         self._packed = {name for name in made if name + SCALES in stored}
         parts = {name + SCALE for name in self._scaled}
         parts |= {name + ending for name in self._packed for ending in (BLOCKS, SCALES)}
+        self.has_scales = bool(parts)
+        """some tensors are quantised"""
         self._names = [*(name for name in stored if name not in parts), *self._packed]
 
     def names(self) -> list[str]:
@@ -66,7 +68,11 @@ class DequantisedReader:
         """
         if name in self._packed:
             return self._unpacked(name, box or whole(self.shape(name)))
-        return self._unscaled(name, box or whole(self.shape(name))) if name in self._scaled else self._reader.read(name, box)
+        return (
+            self._unscaled(name, box or whole(self.shape(name)))
+            if name in self._scaled
+            else self._reader.read(name, box)
+        )
 
     def _unscaled(self, name: str, box: Box) -> Tensor:
         shape, found = self.shape(name), self._reader.shape(name + SCALE)

@@ -28,7 +28,7 @@ class Source(Protocol):
 class Held(dict[str, Tensor]):
     """Tensors in memory as a source."""
 
-    def read(self, name: str, box: Box) -> Tensor:
+    def read(self, name: str, box: Box = ()) -> Tensor:
         """Return a view of a box of a tensor."""
         return self[name][box]
 
@@ -114,10 +114,20 @@ class Concatenated:
 
 
 @dataclass(frozen=True)
-class Unsqueezed:
-    """A tensor with a further dimension of size 1 at `dim`."""
+class _Changed:
+    """A tensor in another form."""
 
     of: Expression
+
+    def leaves(self) -> Iterator[str]:
+        """Yield the names of the tensors of the source that the tensor consists of."""
+        yield from self.of.leaves()
+
+
+@dataclass(frozen=True)
+class Unsqueezed(_Changed):
+    """A tensor with a further dimension of size 1 at `dim`."""
+
     dim: int
 
     @property
@@ -130,10 +140,6 @@ class Unsqueezed:
         found = self.of.read(source, (*box[: self.dim], *box[self.dim + 1 :])).unsqueeze(self.dim)
         return found[_replaced(whole(tuple(found.shape)), self.dim, box[self.dim])]
 
-    def leaves(self) -> Iterator[str]:
-        """Yield the names of the tensor's tensors."""
-        return self.of.leaves()
-
 
 def stacked(parts: tuple[Expression, ...], dim: int) -> Concatenated:
     """Return tensors of one shape, stacked along a new dimension."""
@@ -141,10 +147,9 @@ def stacked(parts: tuple[Expression, ...], dim: int) -> Concatenated:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(_Changed):
     """A range of a tensor along `dim`."""
 
-    of: Expression
     dim: int
     start: int
     stop: int
@@ -159,16 +164,11 @@ class Part:
         part = box[self.dim]
         return self.of.read(source, _replaced(box, self.dim, slice(part.start + self.start, part.stop + self.start)))
 
-    def leaves(self) -> Iterator[str]:
-        """Yield the names of the tensor's tensors."""
-        return self.of.leaves()
-
 
 @dataclass(frozen=True)
-class Selected:
+class Selected(_Changed):
     """The tensor at `index` along `dim`."""
 
-    of: Expression
     dim: int
     index: int
 
@@ -182,16 +182,11 @@ class Selected:
         box = (*box[: self.dim], slice(self.index, self.index + 1), *box[self.dim :])
         return self.of.read(source, box).squeeze(self.dim)
 
-    def leaves(self) -> Iterator[str]:
-        """Yield the names of the tensor's tensors."""
-        return self.of.leaves()
-
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(_Changed):
     """A tensor with two dimensions swapped."""
 
-    of: Expression
     first: int
     second: int
 
@@ -209,16 +204,11 @@ class Transposed:
         """Return a box of the tensor."""
         return self.of.read(source, self._swapped(box)).transpose(self.first, self.second)
 
-    def leaves(self) -> Iterator[str]:
-        """Yield the names of the tensor's tensors."""
-        return self.of.leaves()
-
 
 @dataclass(frozen=True)
-class Regrouped:
+class Regrouped(_Changed):
     """A tensor whose indices along `dim`, seen as [groups, rows, columns], are reordered to [groups, columns, rows]."""
 
-    of: Expression
     dim: int
     groups: int
     rows: int
@@ -237,10 +227,6 @@ class Regrouped:
     def inverse_of(self, of: Expression) -> Regrouped:
         """Return `of`, a tensor in the order of this one, in the order from which this one was made."""
         return Regrouped(of, self.dim, self.groups, self.shape[self.dim] // self.groups // self.rows)
-
-    def leaves(self) -> Iterator[str]:
-        """Yield the names of the tensor's tensors."""
-        return self.of.leaves()
 
 
 def parts_of(of: Expression, dim: int, sizes: list[int]) -> list[Expression]:

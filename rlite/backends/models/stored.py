@@ -1,15 +1,15 @@
 """A checkpoint folder under the names of a model's parameters, and what its export needs of it.
 
-The folder may hold more than the model: vision parts around a text model, heads that predict further tokens. Its tensors
-may be quantised. `StoredCheckpoint` is read like a `CheckpointReader`; `StoredForm` turns parameters back.
+The folder may hold more than the model: vision parts around a text model, heads that predict further tokens. It may be
+quantised. `StoredCheckpoint` is read like a `CheckpointReader`; `StoredForm` turns parameters back.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from rlite.backends.models.conversion import Conversion, Rules, default_conversion, make_conversion, unchanged
 from rlite.backends.models.dequantised import DequantisedReader
 from rlite.backends.models.expressions import Expression, Shape, whole
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import CheckpointError, ConfigError, WeightSyncError
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.pretrained import is_container, load_config, meta_parameters, quantisation, real_tensors
-from rlite.runtime.parallel.shards import Box, CheckpointReader
+from rlite.nn.pretrained import is_container, load_config, meta_parameters, quantisation, quantised, real_tensors
+from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard
 from rlite.wording import counted
 
 REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
@@ -44,6 +44,18 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def held_tensors(model: nn.Module) -> dict[str, tuple[torch.dtype, Shape]]:
+    """Return the dtypes and shapes of a model's parameters and stored buffers, each tied parameter once."""
+    tensors = {**dict(model.named_parameters()), **stored_buffers(model)}
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def buffer_shards(model: nn.Module) -> dict[str, ParameterShard]:
+    """Return the stored buffers, which every rank holds whole."""
+    buffers = stored_buffers(model).items()
+    return {name: ParameterShard(held, (0,) * held.dim(), tuple(held.shape)) for name, held in buffers}
 
 
 def transformers_class(model: nn.Module) -> type[PreTrainedModel] | None:
@@ -68,19 +80,23 @@ class StoredCheckpoint:
     Args:
         model: the model, on any device.
         path: the folder.
+        shapes: shapes of its parameters and stored buffers, if the model holds parts of them.
 
     Raises:
         CheckpointError: the folder is unusable, or its tensors do not fit the conversion of their class.
         ConfigError: transformers converts the folder in a way that is not known.
     """
 
-    def __init__(self, model: nn.Module, path: str | Path) -> None:
+    def __init__(self, model: nn.Module, path: str | Path, shapes: Mapping[str, Shape] | None = None) -> None:
         self.path = Path(path)
         self.raw: Any = CheckpointReader(path)
         self.config = load_config(path) if (self.path / "config.json").exists() else None
-        if self.config is not None and (found := quantisation(self.config)):
+        if self.config is not None and (found := quantisation(self.config)) is not None:
             self.raw = DequantisedReader(self.raw, found)
-        own, self._rules = own_shapes(model), None
+            if not self.raw.has_scales:
+                told = f"its config says {found.get('quant_method')}, and it has no tensors of scales"
+                raise CheckpointError(f"{path}: {quantised(told)}")
+        own, self._rules = shapes or own_shapes(model), None
         container = None
         if self.config is not None and is_container(self.config, model):
             container = _container(self.config)
@@ -95,11 +111,11 @@ class StoredCheckpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
         self.is_container = container is not None
-        found = _untrained(self.conversion.rest, [model] if container is None else [model, container])
-        self.untrained = [*self.conversion.untrained, *found]
+        ignored = _untrained(self.conversion.rest, [model] if container is None else [model, container])
+        self.untrained = [*self.conversion.untrained, *ignored]
         """stored names of parts that the model does not have, by the checkpoint's config or by its class"""
         self._made = {name: each for group in self.conversion.groups for name, each in group.held.items()}
-        self._rest = dict.fromkeys(name for name in self.conversion.rest if name not in set(found))
+        self._rest = dict.fromkeys(name for name in self.conversion.rest if name not in set(ignored))
 
     def names(self) -> list[str]:
         """Return the names of the parameters that the folder has, and of tensors that belong to none."""
@@ -130,12 +146,24 @@ class StoredCheckpoint:
         made: Expression = self._made[name]
         return made.read(self.raw, whole(made.shape) if box is None else box)
 
+    def check_syncable(self) -> None:
+        """Refuse a folder whose engine cannot take weights of a trainer.
+
+        Raises:
+            WeightSyncError: the folder is quantised, and so are the engine's weights.
+        """
+        if isinstance(self.raw, DequantisedReader):
+            told = f"{self.path}: the engine serves its quantised weights, and a trainer's weights are not quantised"
+            raise WeightSyncError(f"{told}. Export the trained model once, and serve the export")
+
     def _known(self, name: str) -> str:
         if name in self._rest:
             return name
         rule = self._rules.looked_for(name) if self._rules is not None else ""
         looked = f"; transformers makes it by {rule}, and no tensor matches" if rule else ""
-        raise CheckpointError(f"{self.path}: no tensor named {name!r} among its {len(self.raw.names())} tensors{looked}")
+        raise CheckpointError(
+            f"{self.path}: no tensor named {name!r} among its {len(self.raw.names())} tensors{looked}"
+        )
 
     def rule(self, name: str) -> str:
         """Return the conversion that made a tensor, for messages; empty if it is stored as it is."""
@@ -167,7 +195,7 @@ def _container(config: Any) -> PreTrainedModel:
     raise ConfigError(f"transformers has no model of type {config.model_type!r}, which the checkpoint's config names")
 
 
-def _places(container: PreTrainedModel, model: Any, own: dict[str, Shape]) -> dict[str, str]:
+def _places(container: PreTrainedModel, model: Any, own: Mapping[str, Shape]) -> dict[str, str]:
     """Return the names of a text model's parameters by their names in its container.
 
     Raises:
@@ -205,3 +233,107 @@ def _untrained(names: Iterable[str], models: list[nn.Module]) -> list[str]:
         and not REBUILT.search(name)
         and name.rpartition(".")[0] not in modules
     ]
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """Tensors of a checkpoint that the model does not have, and that an export copies."""
+
+    path: Path
+    names: list[str]
+    digest: str
+    """SHA-256 of the tensors, which must be the same at the export"""
+
+    def tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, as they are in the folder now.
+
+        Args:
+            model: the model that the folder was read for.
+
+        Yields:
+            Stored names and tensors.
+
+        Raises:
+            CheckpointError: the folder is gone, or the tensors have changed.
+        """
+        found = sha256()
+        try:
+            raw = StoredCheckpoint(model, self.path).raw
+            for name in self.names:
+                tensor = raw.read(name)
+                _add(found, name, tensor)
+                yield name, tensor
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._told()} cannot be read again ({error}); {REMEDY}") from error
+        if found.hexdigest() != self.digest:
+            raise CheckpointError(f"{self._told()} has changed since it was read; {REMEDY}")
+
+    def _told(self) -> str:
+        held = f"{counted(len(self.names), 'tensor')} that the model does not train, such as {self.names[0]},"
+        return f"{self.path}: it holds {held} which an export copies. The folder"
+
+
+REMEDY = "put it back, or leave these tensors out with drop_untrained=true"
+
+
+def _add(digest: Any, name: str, tensor: Tensor) -> None:
+    digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """The form in which a model is exported: names and dtypes of tensors, the config, and tensors that are copied.
+
+    Only the rank that writes needs `wide` and `untrained`.
+    """
+
+    conversion: Conversion
+    container: Any = None
+    """config of the model around the text model; None if the export is of the model alone"""
+    wide: frozenset[str] = frozenset()
+    """stored names of float32 tensors in a checkpoint of a narrower dtype, which stay float32"""
+    untrained: Untrained | None = None
+
+    def config(self, config: Any, architecture: str) -> tuple[Any, str]:
+        """Return the config and the class of the export.
+
+        Args:
+            config: config of the model.
+            architecture: transformers class of the model.
+        """
+        if self.container is None:
+            return config, architecture
+        outer = copy.deepcopy(self.container)
+        outer.text_config = config
+        return outer, (outer.architectures or [type(_container(outer)).__name__])[0]
+
+
+def stored_form(module: nn.Module, source: StoredCheckpoint | None, is_writer: bool, drops: bool) -> StoredForm:
+    """Return the form in which a module is exported: that of the checkpoint that it was read from.
+
+    Args:
+        module: the module.
+        source: the checkpoint; None if the module was not read from a folder.
+        is_writer: whether this rank writes exports.
+        drops: leave out the tensors that the module does not train; a text model then leaves its container.
+    """
+    cls = transformers_class(module)
+    if source is None or (source.is_container and drops):
+        own = own_shapes(module)
+        if cls is None:
+            return StoredForm(unchanged(own, own.__getitem__))
+        return StoredForm(default_conversion(_as_class(module, cls), own))
+    container = source.config if source.is_container else None
+    if not is_writer:
+        return StoredForm(source.conversion, container)
+    stored = [name for group in source.conversion.groups for name in group.stored]
+    dtypes = {name: source.raw.dtype(name) for name in stored}
+    wide = frozenset(name for name, dtype in dtypes.items() if dtype == torch.float32)
+    untrained = None
+    if source.untrained and not drops:
+        digest = sha256()
+        for name in source.untrained:
+            _add(digest, name, source.raw.read(name))
+        untrained = Untrained(source.path, source.untrained, digest.hexdigest())
+    return StoredForm(source.conversion, container, wide if len(wide) < len(dtypes) else frozenset(), untrained)

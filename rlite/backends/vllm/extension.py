@@ -26,7 +26,6 @@ from rlite.backends.serving.sampling import Sampling, SamplingBatch, kept_ids_of
 from rlite.backends.vllm.release import SAMPLING, Holding
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader
-from rlite.runtime.parallel.shared_memory import SharedMemoryReader
 from rlite.types import GenerationHyperparameters
 
 
@@ -64,7 +63,7 @@ class WorkerExtension:
         """Load weights.
 
         Args:
-            source: pickled mapping of Hugging Face names to shared tensors, or path of a checkpoint.
+            source: pickled `Staged` weights, or path of a checkpoint.
 
         Raises:
             WeightSyncError: a parameter of vLLM's model was not written.
@@ -80,11 +79,11 @@ class WorkerExtension:
             loaded.update(found or expected)
             return found
 
-        reader: Any = CheckpointReader(Path(given)) if isinstance(given, str) else SharedMemoryReader()
         if isinstance(given, str):
+            reader = CheckpointReader(Path(given))
             tensors = ((name, reader.read(name)) for name in reader.names())
         else:
-            tensors = ((name, reader.view(block)) for name, block in given.items())
+            tensors = given.tensors()
         model.load_weights = remember
         try:
             with set_current_vllm_config(self.vllm_config):
