@@ -105,6 +105,10 @@ def causal_config(config: Any) -> Any:
         return config
     text.dtype = text.dtype or config.dtype
     text._name_or_path = config._name_or_path
+    folder = Path(config._name_or_path)
+    if config.tie_word_embeddings and not text.tie_word_embeddings and next(folder.glob("*.safetensors"), None):
+        # transformers' model ties by the outer config, unless the head is stored
+        text.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in CheckpointReader(folder).names())
     return text
 
 

@@ -10,7 +10,7 @@ tensors of its own box, and an unknown rule is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,23 @@ class _Facts:
         return self.targets[0] if len(values) == len(self.targets) == 1 else pattern
 
 
+def _expect_alike(parts: Sequence[Expression], dim: int | None) -> None:
+    """Refuse tensors of other shapes than the first, apart from their size along `dim`.
+
+    Raises:
+        ValueError: the message names a tensor.
+    """
+    shapes = [[size for at, size in enumerate(part.shape) if at != dim] for part in parts]
+    for part, shape in zip(parts, shapes, strict=True):
+        if shape != shapes[0]:
+            names, others = next(iter(part.leaves())), next(iter(parts[0].leaves()))
+            raise ValueError(f"{names} has shape {part.shape}, {others} {parts[0].shape}")
+
+
 def _stack(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
     names = {pattern: facts.only_target(values, pattern) for pattern in values}
+    for parts in values.values():
+        _expect_alike(parts, None)
     made: Values = {names[pattern]: [stacked(tuple(parts), op.dim)] for pattern, parts in values.items()}
     counts = {pattern: len(parts) for pattern, parts in values.items()}
 
@@ -88,6 +103,7 @@ def _concatenate(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
     (target,) = facts.targets
     ordered = {pattern: values[pattern] for pattern in facts.sources if pattern in values}
     made = Concatenated(tuple(part for parts in ordered.values() for part in parts), op.dim)
+    _expect_alike(made.parts, op.dim)
 
     def undo(back: Values) -> Values:
         cut = iter(parts_of(back[target][0], op.dim, [part.shape[op.dim] for part in made.parts]))

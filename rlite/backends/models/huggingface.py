@@ -132,7 +132,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             raise ConfigError(f"from_pretrained on meta takes the path alone, not {given}; dtypes: options of build()")
         with real_tensors(), meta_parameters():
             config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
-            config.dtype = config.dtype or causal_config(load_config(path)).dtype  # of the model around a text model
+            if type(found := causal_config(load_config(path))) is type(config):  # perhaps inside another model
+                config.dtype, config.tie_word_embeddings = found.dtype, found.tie_word_embeddings
             forget_quantisation(config)
             rates = {} if cls._keeps_dropout else disable_dropout(config)
             module = cls(config)
