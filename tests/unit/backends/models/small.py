@@ -40,6 +40,8 @@ TEXTS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layer_types": ["mamba", "moe", "attention"], "num_hidden_layers": 3},
 }
 """types of text models, with values of their configs"""
+VOCABULARY = 320
+"""enough for the tests' tokenizer"""
 CONTAINERS = ("qwen3_5", "gemma3", "gemma4", "mistral3")
 
 
@@ -50,6 +52,8 @@ def text_model(kind: str) -> Any:
     known = {name: value for name, value in EXPERTS.items() if name in vars(config_class())}
     small = {} if kind == "gemma4_text" else {"num_hidden_layers": 2}
     config = miniature_config(config_class(**{**small, **known, **TEXTS[kind]}))
+    if kind != "gemma4_text":
+        config.vocab_size = VOCABULARY
     return _random(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
@@ -59,6 +63,8 @@ def container(kind: str) -> Any:
     config = transformers.AutoConfig.for_model(kind)
     parts = {name: part for name in ("text_config", "vision_config") if (part := vars(config).get(name)) is not None}
     values = {name: miniature_config(part).to_dict() for name, part in parts.items()}
+    if kind != "gemma4":
+        values["text_config"]["vocab_size"] = VOCABULARY
     for part in values.values():
         if kind != "gemma4":
             part.update({name: 2 for name in ("num_hidden_layers", "depth") if name in part})
