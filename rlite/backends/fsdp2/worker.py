@@ -169,10 +169,8 @@ def _write(
 ) -> None:
     is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
     writer = Writer(path, module.config.dtype if is_transformer else None)
-    for name, tensor in form.conversion.stored(tensors):
-        writer.add(name, tensor, torch.float32 if name in form.wide else None)
-    for name, tensor in form.untrained.tensors(module) if form.untrained else ():
-        writer.add(name, tensor, tensor.dtype)
+    for name, tensor in form.tensors(module, tensors):
+        writer.add(name, tensor, form.dtype(name, tensor))
     if is_transformer:
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None

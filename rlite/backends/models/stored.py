@@ -295,6 +295,26 @@ class StoredForm:
     """stored names of float32 tensors in a checkpoint of a narrower dtype, which stay float32"""
     untrained: Untrained | None = None
 
+    def tensors(self, model: nn.Module, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors of an export.
+
+        Args:
+            model: the model.
+            own: its whole parameters and stored buffers, by name.
+
+        Yields:
+            Stored names and tensors.
+        """
+        yield from self.conversion.stored(own)
+        if self.untrained is not None:
+            yield from self.untrained.tensors(model)
+
+    def dtype(self, name: str, tensor: Tensor) -> torch.dtype | None:
+        """Return the dtype in which a tensor of an export is stored; None is that of the config."""
+        if self.untrained is not None and name in self.untrained.names:
+            return tensor.dtype
+        return torch.float32 if name in self.wide else None
+
     def config(self, config: Any, architecture: str) -> tuple[Any, str]:
         """Return the config and the class of the export.
 
@@ -305,7 +325,7 @@ class StoredForm:
         if self.container is None:
             return config, architecture
         outer = copy.deepcopy(self.container)
-        outer.text_config = config
+        outer.text_config, outer.tie_word_embeddings = config, config.tie_word_embeddings
         return outer, (outer.architectures or [type(_container(outer)).__name__])[0]
 
 

@@ -53,7 +53,9 @@ def test_a_box_of_experts_reads_the_tensors_of_these_experts_alone(kind: str, tm
     written(model, tmp_path)
     reader = StoredCheckpoint(model, tmp_path)
     reader.raw = recorder = Recorder(reader.raw)  # type: ignore[assignment]
-    name, block = next((name, tensor) for name, tensor in held(model).items() if "experts" in name and tensor.dim() == 3)
+    name, block = next(
+        (name, tensor) for name, tensor in held(model).items() if "experts" in name and tensor.dim() == 3
+    )
     box = (slice(1, 3), slice(3, block.shape[1] - 2), slice(0, 5))
     assert torch.equal(reader.read(name, box), block[box])
     numbers = {part for name in recorder.seen for part in name.split("experts.")[1].split(".") if part.isdigit()}
@@ -74,7 +76,10 @@ DAMAGE = {
         r"gate_up_proj cannot be made of 7 tensors .* by MergeModulelist and Concatenate of mlp.experts.\*.gate_proj.*: "
         r"no tensor matches mlp.experts.1.gate_proj",
     ),
-    "the last expert's half is missing": (lambda held: held.pop(GATE.format(3)), r"3 tensors of .*gate.*, 4 tensors of .*up"),
+    "the last expert's half is missing": (
+        lambda held: held.pop(GATE.format(3)),
+        r"3 tensors of .*gate.*, 4 tensors of .*up",
+    ),
     "all gates are missing": (
         lambda held: [held.pop(GATE.format(number)) for number in range(4)],
         r"no tensor matches mlp.experts.0.gate_proj",
@@ -117,7 +122,12 @@ OPERATIONS: dict[str, tuple[list[str], list[str], list[Any], dict[str, tuple[int
     "interleave": (Q, ["x.weight"], [rules.Interleave(dim=0)], {"a.weight": (6, 4)}),
     "interleave and chunk": (Q, K, [rules.Interleave(dim=1), rules.Chunk(dim=1)], {"a.weight": (3, 8)}),
     "the inverse of interleave": (Q, ["x.weight"], [rules.Interleave(dim=0, inverse=True)], {"a.weight": (6, 4)}),
-    "merge": (["a.*.weight"], ["x.weight"], [rules.MergeModulelist(dim=0)], {f"a.{i}.weight": (2, 3) for i in range(12)}),
+    "merge": (
+        ["a.*.weight"],
+        ["x.weight"],
+        [rules.MergeModulelist(dim=0)],
+        {f"a.{i}.weight": (2, 3) for i in range(12)},
+    ),
     "merge along another dimension": (
         ["a.*.weight"],
         ["x.weight"],
@@ -161,7 +171,9 @@ def test_unknown_kinds_of_conversion_are_refused_by_name(monkeypatch: pytest.Mon
 
     found = [rules.WeightConverter("a", "b", [Rotated()]), Numbered("a", "b")]
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: found)
-    with pytest.raises(ConfigError, match=r"converts checkpoints of Qwen3ForCausalLM by Numbered, Rotated, which rlite"):
+    with pytest.raises(
+        ConfigError, match=r"converts checkpoints of Qwen3ForCausalLM by Numbered, Rotated, which rlite"
+    ):
         Rules(text_model("qwen3"), {})
 
 

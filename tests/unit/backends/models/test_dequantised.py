@@ -31,7 +31,12 @@ def fp8(rows: int, columns: int, block: tuple[int, int]) -> dict[str, Tensor]:
     return {"a.weight": torch.randn(rows, columns).to(torch.float8_e4m3fn), "a.weight_scale_inv": scales}
 
 
-BOXES = [(slice(0, 16), slice(0, 24)), (slice(3, 11), slice(7, 8)), (slice(8, 16), slice(0, 12)), (slice(5, 5), slice(0, 24))]
+BOXES = [
+    (slice(0, 16), slice(0, 24)),
+    (slice(3, 11), slice(7, 8)),
+    (slice(8, 16), slice(0, 12)),
+    (slice(5, 5), slice(0, 24)),
+]
 
 
 @pytest.mark.parametrize("box", BOXES)
