@@ -341,7 +341,9 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         raise ConfigError(f"{told}, or use another executor")
     if has_gpus():
         architecture.check_gpu_kernels(cls, model.config)
-    architecture.check_fit(StoredCheckpoint(model, path), path, model)
+    if (reader := StoredCheckpoint(model, path)).is_container:
+        architecture.check_container(config)
+    architecture.check_fit(reader, path, model)
     if tensor_parallel_size > 1:
         check_tensor_parallel(model, tensor_parallel_size)
 

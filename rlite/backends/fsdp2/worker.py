@@ -25,7 +25,7 @@ from torch import Tensor
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
-from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.architecture import check_container, check_fit
 from rlite.backends.models.expressions import Held
 from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.backends.models.lora import LoraTrainModule
@@ -484,7 +484,10 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
     if type(module).materialization_source is HuggingFaceFsdp2TrainModule.materialization_source:
         source = str(module.materialization_source())
         if Path(source).expanduser().is_dir():  # workers download a name of the hub
-            check_fit(StoredCheckpoint(module, local_checkpoint(source)), source, module)
+            reader = StoredCheckpoint(module, local_checkpoint(source))
+            if reader.is_container:
+                check_container(reader.config)
+            check_fit(reader, source, module)
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
     if options.deterministic:

@@ -20,14 +20,27 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
 from rlite.backends.models.expressions import Shape
-from rlite.backends.models.stored import REBUILT, StoredCheckpoint, own_shapes, stored_buffers
+from rlite.backends.models.stored import (
+    REBUILT,
+    StoredCheckpoint,
+    container_class,
+    own_shapes,
+    places,
+    stored_buffers,
+)
 from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.pretrained import quantised, quiet_transformers, real_tensors, rope_parts, summary
+from rlite.nn.pretrained import causal_config, quantised, quiet_transformers, real_tensors, rope_parts, summary
 from rlite.runtime.parallel.tensor import attention_shape
 from rlite.wording import counted
 
@@ -323,6 +336,37 @@ def _renamed(model: PreTrainedModel) -> str | None:
         back = dict(reader.conversion.stored((name, tensor.detach()) for name, tensor in held.items()))
         wrong += [n for n in reader.raw.names() if n not in back or not torch.equal(reader.raw.read(n), back[n])]
     return f"has checkpoints that rlite converts wrongly ({wrong[0]})" if wrong else None
+
+
+def check_container(config: PreTrainedConfig) -> None:
+    """Refuse a multimodal model whose text model computes other logits of a text by itself.
+
+    Raises:
+        ConfigError: the message gives the reason.
+    """
+    if (reason := _container_refusal(container_class(config), config)) is not None:
+        told = f"{container_class(config).__name__} ({config.model_type!r}) {reason}, so its text model is not trained"
+        raise ConfigError(f"{told} or served alone. {REMEDY}")
+
+
+@once_per_config
+@real_tensors()
+@torch.no_grad()
+def _container_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    try:
+        outer = miniature(cls, config)
+        text = causal_config(outer.config)
+        inner = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]._from_config(text, dtype=torch.float32).eval()
+        theirs, own = (
+            {**dict(each.named_parameters(remove_duplicate=False)), **stored_buffers(each)} for each in (outer, inner)
+        )
+        for there, here in places(outer, inner, own_shapes(inner)).items():
+            if here in own:
+                own[here].copy_(theirs[there])
+        is_equal = difference(alone(outer), alone(inner)) <= TOLERANCE
+    except Exception as error:  # of any kind: the class's own code
+        return f"cannot be checked: a small copy of it fails with {summary(error)}"
+    return None if is_equal else "changes the logits of its text model"
 
 
 def _state(cls: type[PreTrainedModel]) -> str | None:

@@ -24,7 +24,15 @@ from rlite.backends.models.dequantised import DequantisedReader
 from rlite.backends.models.expressions import Expression, Shape, whole
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.pretrained import is_container, load_config, meta_parameters, quantisation, quantised, real_tensors
+from rlite.nn.pretrained import (
+    is_container,
+    load_config,
+    meta_parameters,
+    quantisation,
+    quantised,
+    real_tensors,
+    summary,
+)
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard
 from rlite.wording import counted
 
@@ -100,7 +108,7 @@ class StoredCheckpoint:
         container = None
         if self.config is not None and is_container(self.config, model):
             container = _container(self.config)
-            self._rules = Rules(container, own_shapes(container), _places(container, model, own))
+            self._rules = Rules(container, own_shapes(container), places(container, model, own))
         elif (cls := transformers_class(model)) is not None:
             self._rules = Rules(_as_class(model, cls), own)
         try:
@@ -177,25 +185,38 @@ def _as_class(model: nn.Module, cls: type[PreTrainedModel]) -> PreTrainedModel:
     return view
 
 
+def container_class(config: Any) -> type[PreTrainedModel]:
+    """Return the class of the model around a text model.
+
+    Raises:
+        ConfigError: transformers has none.
+    """
+    lists = (vars(transformers).get(f"MODEL_FOR_{kind}_MAPPING") or {} for kind in CONTAINERS)
+    found = next((classes[type(config)] for classes in lists if type(config) in classes), None)
+    if found is None:
+        raise ConfigError(
+            f"transformers has no model of type {config.model_type!r}, which the checkpoint's config names"
+        )
+    return found
+
+
 def _container(config: Any) -> PreTrainedModel:
     """Return the model around a text model, on meta.
 
     Raises:
         ConfigError: transformers cannot make it.
     """
-    for kind in CONTAINERS:
-        classes = vars(transformers).get(f"MODEL_FOR_{kind}_MAPPING") or {}
-        if type(config) in classes:
-            try:
-                with real_tensors(), meta_parameters():
-                    return classes[type(config)]._from_config(config)
-            except Exception as error:  # of any kind: the class's own code
-                told = f"the model around the text model ({config.model_type!r}) cannot be made: {error}"
-                raise ConfigError(told) from error
-    raise ConfigError(f"transformers has no model of type {config.model_type!r}, which the checkpoint's config names")
+    cls = container_class(config)
+    try:
+        with real_tensors(), meta_parameters():
+            return cls._from_config(config)
+    except Exception as error:  # of any kind: the class's own code
+        raise ConfigError(
+            f"{cls.__name__}, which is around the text model, cannot be made: {summary(error)}"
+        ) from error
 
 
-def _places(container: PreTrainedModel, model: Any, own: Mapping[str, Shape]) -> dict[str, str]:
+def places(container: PreTrainedModel, model: Any, own: Mapping[str, Shape]) -> dict[str, str]:
     """Return the names of a text model's parameters by their names in its container.
 
     Raises:
@@ -326,7 +347,7 @@ class StoredForm:
             return config, architecture
         outer = copy.deepcopy(self.container)
         outer.text_config, outer.tie_word_embeddings = config, config.tie_word_embeddings
-        return outer, (outer.architectures or [type(_container(outer)).__name__])[0]
+        return outer, (outer.architectures or [container_class(outer).__name__])[0]
 
 
 def stored_form(module: nn.Module, source: StoredCheckpoint | None, is_writer: bool, drops: bool) -> StoredForm:

@@ -17,8 +17,15 @@ from rlite.backends.models.stored import stored_buffers
 from rlite.nn.pretrained import quiet_transformers
 
 EXPERTS = {
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4},
-    **{"num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "moe_intermediate_size": 24, "n_group": 1},
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
     "topk_group": 1,
 }
 TEXTS: dict[str, dict[str, Any]] = {

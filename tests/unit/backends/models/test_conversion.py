@@ -73,8 +73,8 @@ GATE = "model.layers.0.mlp.experts.{}.gate_proj.weight"
 DAMAGE = {
     "an expert is missing": (
         lambda held: held.pop(GATE.format(1)),
-        r"gate_up_proj cannot be made of 7 tensors .* by MergeModulelist and Concatenate of mlp.experts.\*.gate_proj.*: "
-        r"no tensor matches mlp.experts.1.gate_proj",
+        r"gate_up_proj cannot be made of 7 tensors .* by MergeModulelist and Concatenate of mlp.experts.\*.gate_proj"
+        r".*: no tensor matches mlp.experts.1.gate_proj",
     ),
     "the last expert's half is missing": (
         lambda held: held.pop(GATE.format(3)),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from rlite.backends.models import architecture
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.stored import StoredCheckpoint, stored_buffers, stored_form
-from rlite.errors import CheckpointError
+from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.pretrained import causal_config, load_config, meta_model
 from tests.unit.backends.models.small import CONTAINERS, container, held, tensors_in, text_model, written
 
@@ -92,3 +94,13 @@ def test_a_block_of_experts_of_different_types_is_refused(tmp_path: Path) -> Non
     reader = StoredCheckpoint(text_model("qwen3_moe"), tmp_path)
     with pytest.raises(CheckpointError, match=r"gate_up_proj is made of tensors of different types: .*bfloat16"):
         check_fit(reader, tmp_path, text_model("qwen3_moe"))
+
+
+def test_a_container_is_compared_with_its_text_model_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = container("mistral3").config
+    architecture.check_container(config)
+    config = copy.deepcopy(config)
+    config.image_token_index = 99  # another content: the first result is remembered
+    monkeypatch.setattr(architecture, "places", lambda *args: {})  # then its text model has other weights
+    with pytest.raises(ConfigError, match=r"Mistral3ForConditionalGeneration \('mistral3'\) changes the logits of"):
+        architecture.check_container(config)
