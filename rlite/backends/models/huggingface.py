@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
@@ -126,6 +127,11 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             ConfigError: there is no such checkpoint; or further arguments were given on meta.
         """
         if not nn.Linear(1, 1, bias=False).weight.is_meta:
+            known = next((base for base in cls.__mro__ if base.__module__.startswith("transformers.models.")), cls)
+            names = (known.__name__, cls.config_class.model_type)  # type: ignore[attr-defined]
+            if (rules := next(filter(None, map(get_checkpoint_conversion_mapping, names)), None)) is not None:
+                # transformers looks conversions up by the name of the class, which is the user's here
+                register_checkpoint_conversion_mapping(cls.__name__, rules, overwrite=True)
             return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
         if args or kwargs:
             given = [*map(repr, args), *kwargs]

@@ -11,6 +11,7 @@ import os
 import pickle
 import select
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class WorkerExtension:
             tensors = given.tensors()
         model.load_weights = remember
         try:
-            with set_current_vllm_config(self.vllm_config):
+            with set_current_vllm_config(self.vllm_config), _packed_experts(model):
                 self.model_runner.reload_weights(weights_iterator=tensors)
         finally:
             del model.load_weights
@@ -172,6 +173,40 @@ class RequestSampler(Sampler):
 
 
 UNREAD = Sampling(GenerationHyperparameters(greedy=True), seed=0)
+
+
+@contextlib.contextmanager
+def _packed_experts(model: Any) -> Iterator[None]:
+    """Pack the weights of experts on CPU at the end of the block, unless vLLM has done so.
+
+    vLLM 0.32 packs them when it starts alone. After a reload, it would compute with unpacked weights as if packed.
+    """
+    layers: dict[Any, Any] = {}
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and layer.w13_weight.is_cpu:
+            layers[kernel.fused_experts] = layer
+    packed = set()
+
+    def remember(experts: Any) -> Any:
+        pack = experts.process_weights_after_loading
+
+        def remembered(layer: Any) -> None:
+            packed.add(experts)
+            pack(layer)
+
+        return remembered
+
+    for experts in layers:
+        experts.process_weights_after_loading = remember(experts)
+    try:
+        yield
+    finally:
+        for experts in layers:
+            del experts.process_weights_after_loading
+    for experts, layer in layers.items():
+        if experts not in packed:
+            experts.process_weights_after_loading(layer)
 
 
 def _repack_tied_head(model: Any) -> None:
