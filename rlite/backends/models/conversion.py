@@ -35,7 +35,8 @@ from rlite.backends.models.expressions import (
 from rlite.errors import CheckpointError, ConfigError
 from rlite.wording import counted
 
-Values = dict[str, list[Expression]]
+Parts = list[Expression]
+Values = dict[str, Parts]
 """expressions by pattern of their names, in the order of the numbers in their names"""
 Undo = Callable[[Values], Values]
 """returns the operands of an operation as expressions of its results"""
@@ -52,9 +53,9 @@ class _Facts:
     shape_of: Callable[[str], Shape]
     """returns the shape of the parameter that a target pattern stands for"""
 
-    def only_target(self, values: Values, pattern: str) -> str:
-        """Return the target if one pattern makes one, else the pattern, because further operations follow."""
-        return self.targets[0] if len(values) == len(self.targets) == 1 else pattern
+
+Change = Callable[[Any, str, Parts, _Facts], tuple[Parts, Callable[[Parts], Parts]]]
+"""makes other tensors of those of one pattern, and returns them with the way back"""
 
 
 def _expect_alike(parts: Sequence[Expression], dim: int | None) -> None:
@@ -66,42 +67,58 @@ def _expect_alike(parts: Sequence[Expression], dim: int | None) -> None:
     shapes = [[size for at, size in enumerate(part.shape) if at != dim] for part in parts]
     for part, shape in zip(parts, shapes, strict=True):
         if shape != shapes[0]:
-            names, others = next(iter(part.leaves())), next(iter(parts[0].leaves()))
-            raise ValueError(f"{names} has shape {part.shape}, {others} {parts[0].shape}")
+            name, other = (next(iter(each.leaves())) for each in (part, parts[0]))
+            raise ValueError(f"{name} has shape {part.shape}, {other} {parts[0].shape}")
 
 
-def _stack(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
-    names = {pattern: facts.only_target(values, pattern) for pattern in values}
-    for parts in values.values():
-        _expect_alike(parts, None)
-    made: Values = {names[pattern]: [stacked(tuple(parts), op.dim)] for pattern, parts in values.items()}
-    counts = {pattern: len(parts) for pattern, parts in values.items()}
+def _each(change: Change) -> Callable[[Any, Values, _Facts], tuple[Values, Undo]]:
+    """Return an operation that changes the tensors of each pattern apart.
 
-    def undo(back: Values) -> Values:
-        return {
-            pattern: [Selected(back[names[pattern]][0], op.dim, i) for i in range(counts[pattern])]
-            for pattern in counts
-        }
+    If one pattern makes one target, the result has the target's name, else the pattern's: further operations follow.
+    """
 
-    return made, undo
+    def apply(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
+        is_last = len(values) == len(facts.targets) == 1
+        names = {pattern: facts.targets[0] if is_last else pattern for pattern in values}
+        made = {pattern: change(op, pattern, parts, facts) for pattern, parts in values.items()}
+        results = {names[pattern]: parts for pattern, (parts, _) in made.items()}
+        return results, lambda back: {pattern: undo(back[names[pattern]]) for pattern, (_, undo) in made.items()}
+
+    return apply
 
 
-def _unstack(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
-    names = {pattern: facts.only_target(values, pattern) for pattern in values}
-    made: Values = {
-        names[pattern]: [Selected(part, op.dim, i) for i in range(part.shape[op.dim])]
-        for pattern, (part,) in values.items()
-    }
+def _stack(op: Any, pattern: str, parts: Parts, facts: _Facts) -> tuple[Parts, Callable[[Parts], Parts]]:
+    _expect_alike(parts, None)
+    return [stacked(tuple(parts), op.dim)], lambda back: [Selected(back[0], op.dim, i) for i in range(len(parts))]
 
-    def undo(back: Values) -> Values:
-        return {pattern: [stacked(tuple(back[name]), op.dim)] for pattern, name in names.items()}
 
-    return made, undo
+def _transpose(op: Any, pattern: str, parts: Parts, facts: _Facts) -> tuple[Parts, Callable[[Parts], Parts]]:
+    if op.check_dims and parts[0].shape == facts.shape_of(facts.targets[0]):
+        return parts, lambda back: back
+
+    def swapped(parts: Parts) -> Parts:
+        return [Transposed(part, op.dim0 % len(part.shape), op.dim1 % len(part.shape)) for part in parts]
+
+    return swapped(parts), swapped
+
+
+def _interleave(op: Any, pattern: str, parts: Parts, facts: _Facts) -> tuple[Parts, Callable[[Parts], Parts]]:
+    made = Regrouped(parts[0], op.dim, 1, 2 if op.inverse else parts[0].shape[op.dim] // 2)
+    return [made], lambda back: [made.inverse_of(back[0])]
+
+
+def _permute_for_rope(op: Any, pattern: str, parts: Parts, facts: _Facts) -> tuple[Parts, Callable[[Parts], Parts]]:
+    if op.permute_layer_names is not None and not any(name in pattern for name in op.permute_layer_names):
+        return parts, lambda back: back
+    config = facts.config if op.subconfig_key is None else getattr(facts.config, op.subconfig_key, facts.config)
+    heads = config.num_attention_heads
+    made = Regrouped(parts[0], 0, heads, 2 if op.inverse else parts[0].shape[0] // heads // 2)
+    return [made], lambda back: [made.inverse_of(back[0])]
 
 
 def _concatenate(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
     (target,) = facts.targets
-    ordered = {pattern: values[pattern] for pattern in facts.sources if pattern in values}
+    ordered = {pattern: values[pattern] for pattern in facts.sources}
     made = Concatenated(tuple(part for parts in ordered.values() for part in parts), op.dim)
     _expect_alike(made.parts, op.dim)
 
@@ -112,86 +129,34 @@ def _concatenate(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
     return {target: [made]}, undo
 
 
-def _cut(sizes_of: Callable[[Any, Expression, _Facts], list[int]]) -> Callable[..., tuple[Values, Undo]]:
-    """Return an operation that cuts a tensor into a part for each target."""
-
-    def cut(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
-        ((pattern, (of,)),) = values.items()
-        parts = parts_of(of, op.dim, sizes_of(op, of, facts))
-
-        def undo(back: Values) -> Values:
-            return {pattern: [Concatenated(tuple(back[target][0] for target in facts.targets), op.dim)]}
-
-        return {target: [part] for target, part in zip(facts.targets, parts, strict=True)}, undo
-
-    return cut
-
-
-def _equal_sizes(op: Any, of: Expression, facts: _Facts) -> list[int]:
+def _cut(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
+    # a part for each target: of the target's size (Split), or of equal sizes (Chunk)
     if getattr(op, "num_shards_attribute", None) is not None:  # transformers' option of 5.23
         raise NotImplementedError(f"Chunk(num_shards_attribute={op.num_shards_attribute!r})")
-    total, most = of.shape[op.dim], -(-of.shape[op.dim] // len(facts.targets))  # as torch.chunk
-    return [min(most, total - start) for start in range(0, total, most)]
-
-
-def _target_sizes(op: Any, of: Expression, facts: _Facts) -> list[int]:
-    return [facts.shape_of(target)[op.dim] for target in facts.targets]
-
-
-def _transpose(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
     ((pattern, (of,)),) = values.items()
-    name = pattern if len(facts.targets) > 1 else facts.targets[0]
-    if op.check_dims and of.shape == facts.shape_of(facts.targets[0]):
-        return {name: [of]}, lambda back: {pattern: back[name]}
-
-    def swapped(part: Expression) -> Expression:
-        first, second = (dim % len(part.shape) for dim in (op.dim0, op.dim1))
-        return Transposed(part, first, second)
-
-    return {name: [swapped(of)]}, lambda back: {pattern: [swapped(back[name][0])]}
-
-
-def _interleave(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
-    ((pattern, (of,)),) = values.items()
-    made = Regrouped(of, op.dim, 1, 2 if op.inverse else of.shape[op.dim] // 2)
-    target = facts.targets[0]
-    return {target: [made]}, lambda back: {pattern: [made.inverse_of(back[target][0])]}
-
-
-def _permute_for_rope(op: Any, values: Values, facts: _Facts) -> tuple[Values, Undo]:
-    config = facts.config if op.subconfig_key is None else getattr(facts.config, op.subconfig_key, facts.config)
-    heads = config.num_attention_heads
-    is_last = len(facts.sources) == len(facts.targets) == 1
-    names = {pattern: facts.targets[0] if is_last else pattern for pattern in values}
-    made: dict[str, Regrouped] = {}
-    for pattern, (part,) in values.items():
-        if op.permute_layer_names is None or any(name in pattern for name in op.permute_layer_names):
-            half = part.shape[0] // heads // 2
-            made[pattern] = Regrouped(part, 0, heads, 2 if op.inverse else half)
-    results: Values = {names[p]: [made[p]] if p in made else parts for p, parts in values.items()}
+    total = of.shape[op.dim]
+    most = -(-total // len(facts.targets))  # as torch.chunk
+    sizes = [min(most, total - start) for start in range(0, total, most)]
+    if type(op) is not rules.Chunk:
+        sizes = [facts.shape_of(target)[op.dim] for target in facts.targets]
+    parts = parts_of(of, op.dim, sizes)
 
     def undo(back: Values) -> Values:
-        parts = {pattern: back[name][0] for pattern, name in names.items()}
-        return {p: [made[p].inverse_of(part) if p in made else part] for p, part in parts.items()}
+        return {pattern: [Concatenated(tuple(back[target][0] for target in facts.targets), op.dim)]}
 
-    return results, undo
+    return {target: [part] for target, part in zip(facts.targets, parts, strict=True)}, undo
 
 
-OPERATIONS: Mapping[type, Callable[[Any, Values, _Facts], tuple[Values, Undo]]] = {
-    cls: operation
-    for name, operation in {
-        "MergeModulelist": _stack,
-        "SplitModulelist": _unstack,
-        "Concatenate": _concatenate,
-        "Chunk": _cut(_equal_sizes),
-        "Split": _cut(_target_sizes),
-        "Transpose": _transpose,
-        "Interleave": _interleave,
-        "PermuteForRope": _permute_for_rope,
-    }.items()
-    if (cls := vars(rules).get(name)) is not None  # older releases have fewer
+OPERATIONS: Mapping[str, Callable[[Any, Values, _Facts], tuple[Values, Undo]]] = {
+    "MergeModulelist": _each(_stack),
+    "Concatenate": _concatenate,
+    "Chunk": _cut,
+    "Split": _cut,
+    "Transpose": _each(_transpose),
+    "Interleave": _each(_interleave),
+    "PermuteForRope": _each(_permute_for_rope),
 }
-"""what is known of transformers' operations"""
+"""transformers' operations by the names of their classes"""
 
 
 @dataclass(frozen=True)
@@ -214,7 +179,6 @@ class _Collected:
     names: dict[str, list[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class Rules:
     """transformers' rules for the checkpoints of one class.
 
@@ -227,32 +191,22 @@ class Rules:
         ConfigError: a rule or an operation is not known.
     """
 
-    model: PreTrainedModel
-    own: Mapping[str, Shape]
-    names: Mapping[str, str] | None = None
-    renamings: list[Any] = field(init=False)
-    converters: list[Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Fetch the rules.
-
-        Raises:
-            ConfigError: a rule or an operation is not known.
-        """
-        found = conversion_mapping.get_model_conversion_mapping(self.model)
-        strange = {type(rule).__name__ for rule in found if type(rule) not in KNOWN_RULES}
-        for rule in found:
-            strange |= {type(op).__name__ for op in getattr(rule, "operations", ()) if type(op) not in OPERATIONS}
+    def __init__(
+        self, model: PreTrainedModel, own: Mapping[str, Shape], names: Mapping[str, str] | None = None
+    ) -> None:
+        self._model, self._own = model, own
+        self.trained = {name: name for name in own} if names is None else names
+        """names of the parameters that the model has, by name in the checkpoint's class"""
+        found = conversion_mapping.get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in found if isinstance(rule, rules.WeightRenaming)]
+        self._converters = [rule for rule in found if isinstance(rule, rules.WeightConverter)]
+        operations = {type(op) for rule in self._converters for op in rule.operations}
+        strange = {cls.__name__ for cls in {type(rule) for rule in found}.difference(KNOWN_RULES)}
+        strange |= {cls.__name__ for cls in operations if vars(rules).get(cls.__name__) is not cls}
+        strange |= {cls.__name__ for cls in operations}.difference(OPERATIONS)
         if strange:
-            told = f"transformers converts checkpoints of {type(self.model).__name__} by {', '.join(sorted(strange))}"
+            told = f"transformers converts checkpoints of {type(model).__name__} by {', '.join(sorted(strange))}"
             raise ConfigError(f"{told}, which rlite does not know")
-        object.__setattr__(self, "renamings", [rule for rule in found if isinstance(rule, rules.WeightRenaming)])
-        object.__setattr__(self, "converters", [rule for rule in found if isinstance(rule, rules.WeightConverter)])
-
-    @property
-    def trained(self) -> Mapping[str, str]:
-        """Names of the parameters that the model has, by name in the checkpoint's class."""
-        return {name: name for name in self.own} if self.names is None else self.names
 
     def collect(self, names: Iterable[str]) -> tuple[dict[str, _Collected], list[str]]:
         """Return the stored names by the parameter that they belong to, and the names that belong to none.
@@ -262,12 +216,12 @@ class Rules:
         """
         collected: dict[str, _Collected] = {}
         rest = []
-        by_pattern = {pattern: rule for rule in self.converters for pattern in rule.source_patterns}
+        by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         for name in sorted(names, key=rules.dot_natural_key):
-            target, pattern = self._renamed(name, self.renamings, self.converters)
-            if target not in self.own and name in self.own:
+            target, pattern = self._renamed(name, self._renamings, self._converters)
+            if target not in self._own and name in self._own:
                 target, pattern = self._renamed(name, [], [])
-            if target not in self.own:
+            if target not in self._own:
                 rest.append(name)
                 continue
             converter = None if pattern is None else by_pattern[pattern]
@@ -279,8 +233,8 @@ class Rules:
         return collected, rest
 
     def _renamed(self, name: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
-        prefix: Any = self.model.base_model_prefix
-        return rules.rename_source_key(name, renamings, converters, prefix, self.own)
+        prefix: Any = self._model.base_model_prefix
+        return rules.rename_source_key(name, renamings, converters, prefix, self._own)
 
     def group(self, target: str, collected: _Collected, shape_of: Callable[[str], Shape]) -> Group:
         """Return a parameter and the stored tensors that it is made of, or what else is made of them.
@@ -297,52 +251,40 @@ class Rules:
             ((name,),) = collected.names.values()
             shape, target = shape_of(name), self.trained[target]
             return Group({target: Leaf(name, shape)}, {name: Leaf(target, shape)})
-        rule = describe(collected.converter)
         try:
-            held, undo, patterns = self._convert(target, collected, shape_of)
-            leaves: Values = {pattern: [Leaf(name, part.shape)] for pattern, (name, part) in patterns.items()}
-            back = undo(leaves)
-            stored = {
-                name: part
-                for pattern, names in collected.names.items()
-                for name, part in zip(names, back[pattern], strict=True)
-            }
+            return self._converted(target, collected, shape_of)
         except (ArithmeticError, LookupError, TypeError, ValueError, NotImplementedError) as error:
-            some = [names[0] for names in collected.names.values()]
-            found = f"{sum(map(len, collected.names.values()))} tensors such as {some[0]}"
-            raise CheckpointError(f"{target} cannot be made of {found} by {rule}: {error}") from error
-        return Group(held, stored, rule)
+            counts = sum(map(len, collected.names.values()))
+            found = f"{counted(counts, 'tensor')} such as {next(iter(collected.names.values()))[0]}"
+            told = f"{target} cannot be made of {found} by {describe(collected.converter)}"
+            raise CheckpointError(f"{told}: {error}") from error
 
-    def _convert(
-        self, target: str, collected: _Collected, shape_of: Callable[[str], Shape]
-    ) -> tuple[dict[str, Expression], Undo, dict[str, tuple[str, Expression]]]:
-        """Return the parameters, the way back, and each parameter's name and expression by the pattern of its name."""
+    def _converted(self, target: str, collected: _Collected, shape_of: Callable[[str], Shape]) -> Group:
         converter = collected.converter
-        prefix, _, suffix = target.partition(converter.target_patterns[0])
-        values: Values = {p: [Leaf(n, shape_of(n)) for n in names] for p, names in collected.names.items()}
         _expect_numbers(converter, collected.names)
+        prefix, _, suffix = target.partition(converter.target_patterns[0])
         facts = _Facts(
             list(converter.source_patterns),
             list(converter.target_patterns),
-            self.model.config,
-            lambda pattern: self.own[prefix + pattern + suffix],
+            self._model.config,
+            lambda pattern: self._own[prefix + pattern + suffix],
         )
+        values: Values = {p: [Leaf(n, shape_of(n)) for n in names] for p, names in collected.names.items()}
         undos: list[Undo] = []
         for op in converter.operations:
-            values, undo = OPERATIONS[type(op)](op, values, facts)
+            values, undo = OPERATIONS[type(op).__name__](op, values, facts)
             undos.append(undo)
-
-        def back(found: Values) -> Values:
-            for undo in reversed(undos):
-                found = undo(found)
-            return found
-
-        named = {pattern: (self.trained[prefix + pattern + suffix], part) for pattern, (part,) in values.items()}
-        return dict(named.values()), back, named
+        names = {pattern: self.trained[prefix + pattern + suffix] for pattern in values}
+        held = {names[pattern]: part for pattern, (part,) in values.items()}
+        back: Values = {pattern: [Leaf(name, held[name].shape)] for pattern, name in names.items()}
+        for undo in reversed(undos):
+            back = undo(back)
+        stored = [pair for p, of in collected.names.items() for pair in zip(of, back[p], strict=True)]
+        return Group(held, dict(stored), describe(converter))
 
     def looked_for(self, name: str) -> str:
         """Return the conversion that makes a parameter of stored tensors, for messages; empty if there is none."""
-        for converter in self.converters:
+        for converter in self._converters:
             reverse = converter.reverse_transform()
             if reverse.rename_source_key(name)[1] is not None:
                 return describe(converter)

@@ -11,7 +11,6 @@ import os
 import pickle
 import select
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rlite.backends.serving.sampling import Sampling, SamplingBatch, kept_ids_of, sample, uniforms
 from rlite.backends.vllm.release import SAMPLING, Holding
+from rlite.backends.vllm.reload import DirectCopies, processed_again
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.types import GenerationHyperparameters
@@ -73,10 +73,12 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         loaded: set[str] = set()
-        load = model.load_weights
+        load, held, written = model.load_weights, dict(model.named_parameters()), set[str]()
 
         def remember(weights: Any) -> set[str] | None:
-            found = load(weights)
+            with DirectCopies(model, held) as copies:
+                found = load(weights)
+            written.update(copies.written)
             loaded.update(found or expected)
             return found
 
@@ -87,7 +89,7 @@ class WorkerExtension:
             tensors = given.tensors()
         model.load_weights = remember
         try:
-            with set_current_vllm_config(self.vllm_config), _packed_experts(model):
+            with set_current_vllm_config(self.vllm_config), processed_again(model, written):
                 self.model_runner.reload_weights(weights_iterator=tensors)
         finally:
             del model.load_weights
@@ -173,40 +175,6 @@ class RequestSampler(Sampler):
 
 
 UNREAD = Sampling(GenerationHyperparameters(greedy=True), seed=0)
-
-
-@contextlib.contextmanager
-def _packed_experts(model: Any) -> Iterator[None]:
-    """Pack the weights of experts on CPU at the end of the block, unless vLLM has done so.
-
-    vLLM 0.32 packs them when it starts alone. After a reload, it would compute with unpacked weights as if packed.
-    """
-    layers: dict[Any, Any] = {}
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and layer.w13_weight.is_cpu:
-            layers[kernel.fused_experts] = layer
-    packed = set()
-
-    def remember(experts: Any) -> Any:
-        pack = experts.process_weights_after_loading
-
-        def remembered(layer: Any) -> None:
-            packed.add(experts)
-            pack(layer)
-
-        return remembered
-
-    for experts in layers:
-        experts.process_weights_after_loading = remember(experts)
-    try:
-        yield
-    finally:
-        for experts in layers:
-            del experts.process_weights_after_loading
-    for experts, layer in layers.items():
-        if experts not in packed:
-            experts.process_weights_after_loading(layer)
 
 
 def _repack_tied_head(model: Any) -> None:
