@@ -246,7 +246,7 @@ class ShardedModel:
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
         """parts into which training divides the vocabulary"""
         self._shapes = own_shapes(model)
-        """of the whole tensors"""
+        """shapes of the whole parameters and stored buffers"""
         self._places = self._find_places(plan)
         for place in self._places.values():
             place.allocate(self.dtype, "meta")

@@ -219,6 +219,11 @@ def _container(config: Any) -> PreTrainedModel:
 def places(container: PreTrainedModel, model: Any, own: Mapping[str, Shape]) -> dict[str, str]:
     """Return the names of a text model's parameters by their names in its container.
 
+    Args:
+        container: the model around the text model.
+        model: the text model.
+        own: its parameters and stored buffers, by name.
+
     Raises:
         ConfigError: the container does not have one such model.
     """

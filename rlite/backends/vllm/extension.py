@@ -11,6 +11,8 @@ import os
 import pickle
 import select
 import threading
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from rlite.backends.vllm.release import SAMPLING, Holding
 from rlite.backends.vllm.reload import DirectCopies, processed_again
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader
+from rlite.runtime.parallel.shared_memory import SharedMemoryReader
 from rlite.types import GenerationHyperparameters
 
 
@@ -64,7 +67,8 @@ class WorkerExtension:
         """Load weights.
 
         Args:
-            source: pickled `Staged` weights, or path of a checkpoint.
+            source: pickled path of a checkpoint; or handles of shared parameters by name, their conversion, and the
+                path of a checkpoint with the names of its tensors that are no parameters.
 
         Raises:
             WeightSyncError: a parameter of vLLM's model was not written.
@@ -82,11 +86,15 @@ class WorkerExtension:
             loaded.update(found or expected)
             return found
 
+        tensors: Iterator[tuple[str, Tensor]] = iter(())
         if isinstance(given, str):
             reader = CheckpointReader(Path(given))
-            tensors = ((name, reader.read(name)) for name in reader.names())
+            names = reader.names()
         else:
-            tensors = given.tensors()
+            handles, conversion, path, names = given
+            shared, reader = SharedMemoryReader(), CheckpointReader(path)
+            tensors = conversion.stored((name, shared.view(handle)) for name, handle in handles.items())
+        tensors = chain(tensors, ((name, reader.read(name)) for name in names))
         model.load_weights = remember
         try:
             with set_current_vllm_config(self.vllm_config), processed_again(model, written):

@@ -25,7 +25,6 @@ from rlite.backends.vllm import release
 from rlite.backends.vllm.process import EngineProcess, P, T
 from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
-from rlite.backends.vllm.staged import Staged
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -186,7 +185,7 @@ class VllmWorker:
             return
         arena, shards = self._staging
         handles = {name: arena.handle_of(shard.tensor) for name, shard in shards.items()}
-        self._load(Staged(handles, self._stored.conversion, self._path, self._stored.untrained), version)
+        self._load((handles, self._stored.conversion, self._path, self._stored.untrained), version)
         self._staging = None
 
     def _load(self, source: Any, version: int | None) -> None:
