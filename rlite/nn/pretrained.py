@@ -58,7 +58,7 @@ QUANTISATIONS = ("fp8", "mxfp4")
 
 
 def check_plain(config: Any, path: str | Path, reads: Collection[str] = QUANTISATIONS) -> None:
-    """Refuse a checkpoint whose config says that its weights are quantised by a method that is not read.
+    """Refuse a checkpoint whose weights are quantised by a method that is not read; say once if it is read.
 
     Args:
         config: the config of the checkpoint.
@@ -68,28 +68,30 @@ def check_plain(config: Any, path: str | Path, reads: Collection[str] = QUANTISA
     Raises:
         CheckpointError: the weights are quantised otherwise.
     """
+    if (found := quantisation(config, path, reads)) is not None:
+        told = "its weights are converted to bfloat16 as they are read, and exports of the model hold bfloat16"
+        _warn_once("%s is stored in %s: %s", str(path), found["quant_method"], told)
+
+
+def quantisation(config: Any, path: str | Path, reads: Collection[str] = QUANTISATIONS) -> Mapping[str, Any] | None:
+    """Return the parameters of the quantisation of a checkpoint's weights; None if they are plain.
+
+    Args:
+        config: the config of the checkpoint.
+        path: the checkpoint, for messages.
+        reads: methods whose weights the caller can read.
+
+    Raises:
+        CheckpointError: the method is another one.
+    """
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             if (found := vars(part).get(key)) is not None:
                 method = found.get("quant_method") if isinstance(found, Mapping) else None
                 if key == "compression_config" or method not in reads:
                     raise CheckpointError(f"{path}: {quantised(f'its config has {key}, method {method}')}")
-                _warn_once(
-                    "%s is stored in %s: its weights are converted to bfloat16 as they are read, and exports of the "
-                    "model hold bfloat16",
-                    *(str(path), method),
-                )
-
-
-def quantisation(config: Any) -> Mapping[str, Any] | None:
-    """Return the parameters of the quantisation of a checkpoint's weights; None if they are plain.
-
-    Raises:
-        CheckpointError: the method is not read.
-    """
-    check_plain(config, config._name_or_path)
-    parts = (config, config.get_text_config())
-    return next((found for part in parts if (found := vars(part).get("quantization_config")) is not None), None)
+                return found
+    return None
 
 
 def forget_quantisation(config: Any) -> None:

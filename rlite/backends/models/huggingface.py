@@ -35,6 +35,7 @@ from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.pretrained import (
     causal_config,
+    check_plain,
     end_ids,
     forget_quantisation,
     load_config,
@@ -138,7 +139,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             raise ConfigError(f"from_pretrained on meta takes the path alone, not {given}; dtypes: options of build()")
         with real_tensors(), meta_parameters():
             config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
-            if type(found := causal_config(load_config(path))) is type(config):  # perhaps inside another model
+            check_plain(whole := load_config(path), path)
+            if type(found := causal_config(whole)) is type(config):  # perhaps inside another model
                 config.dtype, config.tie_word_embeddings = found.dtype, found.tie_word_embeddings
             forget_quantisation(config)
             rates = {} if cls._keeps_dropout else disable_dropout(config)

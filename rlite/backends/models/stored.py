@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ from rlite.nn.pretrained import (
     summary,
 )
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard
-from rlite.wording import counted
+from rlite.wording import counted, warn_once
+
+logger = getLogger(__name__)
 
 REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
 """buffers of old checkpoints that every class computes itself"""
@@ -99,7 +102,7 @@ class StoredCheckpoint:
         self.path = Path(path)
         self.raw: Any = CheckpointReader(path)
         self.config = load_config(path) if (self.path / "config.json").exists() else None
-        if self.config is not None and (found := quantisation(self.config)) is not None:
+        if self.config is not None and (found := quantisation(self.config, path)) is not None:
             self.raw = DequantisedReader(self.raw, found)
             if not self.raw.has_scales:
                 told = f"its config says {found.get('quant_method')}, and it has no tensors of scales"
@@ -365,6 +368,10 @@ def stored_form(module: nn.Module, source: StoredCheckpoint | None, is_writer: b
         drops: leave out the tensors that the module does not train; a text model then leaves its container.
     """
     cls = transformers_class(module)
+    if source is not None and source.untrained and is_writer:
+        told = f"{counted(len(source.untrained), 'tensor')} that are not trained, such as {source.untrained[0]}"
+        done = "exports leave them out" if drops else "exports copy them from there"
+        warn_once(logger, f"{source.path} holds {told}; {done}")
     if source is None or (source.is_container and drops):
         own = own_shapes(module)
         if cls is None:

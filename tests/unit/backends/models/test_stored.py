@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rlite.backends.models import architecture
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.stored import StoredCheckpoint, stored_buffers, stored_form
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import CheckpointError, ConfigError, WeightSyncError
 from rlite.nn.pretrained import causal_config, load_config, meta_model
 from tests.unit.backends.models.small import CONTAINERS, container, held, tensors_in, text_model, written
 
@@ -104,3 +107,62 @@ def test_a_container_is_compared_with_its_text_model_before_training(monkeypatch
     monkeypatch.setattr(architecture, "places", lambda *args: {})  # then its text model has other weights
     with pytest.raises(ConfigError, match=r"Mistral3ForConditionalGeneration \('mistral3'\) changes the logits of"):
         architecture.check_container(config)
+
+
+def test_experts_in_mxfp4_are_read_under_the_names_of_their_blocks(tmp_path: Path) -> None:
+    model = text_model("gpt_oss")
+    files, meant = written(model, tmp_path), {}
+    for name in [name for name in files if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = files.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8)
+        files |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    configured(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    reader = StoredCheckpoint(model, tmp_path)
+    check_fit(reader, tmp_path, model)
+    assert meant
+    for name, tensor in meant.items():
+        assert torch.equal(reader.read(name), tensor)
+        assert torch.equal(reader.read(name, (slice(1, 3), slice(5, 40), slice(2, 9))), tensor[1:3, 5:40, 2:9])
+    form = stored_form(model, reader, is_writer=True, drops=False)
+    assert dict(form.conversion.stored(held(model).items())).keys() == {*held(model)}
+
+
+def test_experts_in_fp8_are_merged_after_they_are_scaled(tmp_path: Path) -> None:
+    model = text_model("qwen3_moe")
+    files, plain = written(model, tmp_path), {}
+    for name in list(files):
+        plain[name] = files[name]
+        if "experts" in name:
+            scales = torch.rand(-(-files[name].shape[0] // 8), -(-files[name].shape[1] // 8)) + 0.1
+            files |= {name: files[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+            grid = scales.repeat_interleave(8, 0).repeat_interleave(8, 1)[
+                : files[name].shape[0], : files[name].shape[1]
+            ]
+            plain[name] = (files[name].float() * grid).bfloat16()
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    configured(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]})
+    reader = StoredCheckpoint(model, tmp_path)
+    check_fit(reader, tmp_path, model)
+    name = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+    block = reader.read("model.layers.1.mlp.experts.gate_up_proj", (slice(1, 2), slice(0, 48), slice(0, 64)))
+    halves = torch.cat([plain[name.format(1, "gate")], plain[name.format(1, "up")]])[None]
+    assert torch.equal(block, halves[:, :48, :64])
+    assert block.dtype == torch.bfloat16
+
+
+def configured(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def test_weights_of_a_trainer_do_not_go_into_an_engine_with_quantised_ones(tmp_path: Path) -> None:
+    files = written(text_model("qwen3"), tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    files |= {name: files[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    configured(tmp_path, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(WeightSyncError, match=r"serves its quantised weights.*serve the export"):
+        StoredCheckpoint(text_model("qwen3"), tmp_path).check_syncable()
