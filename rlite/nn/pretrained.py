@@ -252,6 +252,10 @@ def meta_model(config: Any, dtype: torch.dtype | None = None, device: torch.devi
         model = make_model(config, dtype)
     with real_tensors(device):  # accelerate registers a new parameter for each name, so tied weights are apart
         model.tie_weights()
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, buffer in model.named_buffers():
+        if buffer.dtype in (torch.float16, torch.bfloat16) and any(part in name for part in kept):  # routers' biases
+            buffer.data = buffer.data.float()
     return model
 
 

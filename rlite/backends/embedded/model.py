@@ -235,10 +235,11 @@ class ShardedModel:
     ) -> None:
         self.path, self.device = path, device
         CheckpointReader(path)  # refuses a folder without weights
-        self.config: PreTrainedConfig = load_config(path)
-        self.dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, self.config)
+        config = load_config(path)
+        self.dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
         # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
-        model: PreTrainedModel = meta_model(self.config, self.dtype, device)
+        model: PreTrainedModel = meta_model(config, self.dtype, device)
+        self.config: PreTrainedConfig = model.config
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         plan = TensorParallelPlan(model, tp_group)

@@ -169,8 +169,8 @@ def _write(
 ) -> None:
     is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
     writer = Writer(path, module.config.dtype if is_transformer else None)
-    for name, tensor in form.tensors(module, tensors):
-        writer.add(name, tensor, form.dtype(name, tensor))
+    for name, tensor, dtype in form.tensors(tensors):
+        writer.add(name, tensor, dtype)
     if is_transformer:
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlite.backends.models.expressions import Shape, whole
 from rlite.errors import CheckpointError
+from rlite.nn.pretrained import quantised
 from rlite.runtime.parallel.shards import Box, CheckpointReader
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
@@ -30,6 +31,9 @@ class DequantisedReader:
     Args:
         reader: reader of the stored tensors.
         quantisation: `quantization_config` of the checkpoint's config.
+
+    Raises:
+        CheckpointError: it holds no scales.
     """
 
     def __init__(self, reader: CheckpointReader, quantisation: Mapping[str, Any]) -> None:
@@ -41,8 +45,9 @@ class DequantisedReader:
         self._packed = {name for name in made if name + SCALES in stored}
         parts = {name + SCALE for name in self._scaled}
         parts |= {name + ending for name in self._packed for ending in (BLOCKS, SCALES)}
-        self.has_scales = bool(parts)
-        """some tensors are quantised"""
+        if not parts:
+            told = f"its config says {quantisation.get('quant_method')}, and it has no tensors of scales"
+            raise CheckpointError(f"{reader.path}: {quantised(told)}")
         self._names = [*(name for name in stored if name not in parts), *self._packed]
 
     def names(self) -> list[str]:

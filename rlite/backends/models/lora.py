@@ -351,8 +351,8 @@ def _write_merged(model: Any, source: StoredCheckpoint | None, out: Path, origin
     dtype = pretrained.stored_dtype(origin, pretrained.causal_config(pretrained.load_config(origin)))
     form, writer = stored_form(model, source, is_writer=True, drops=False), Writer(out, dtype)
     tensors = {**dict(model.named_parameters()), **stored_buffers(model)}
-    for name, tensor in form.tensors(model, ((name, tensor.detach()) for name, tensor in tensors.items())):
-        writer.add(name, tensor, form.dtype(name, tensor))
+    for name, tensor, own_dtype in form.tensors((name, tensor.detach()) for name, tensor in tensors.items()):
+        writer.add(name, tensor, own_dtype)
     model.config.dtype = dtype
     writer.add_config(*form.config(model.config, type(model).__name__), None)
     copy_companions(origin, writer.folder, tokenizer=tokenizer)

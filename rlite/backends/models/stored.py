@@ -30,7 +30,6 @@ from rlite.nn.pretrained import (
     load_config,
     meta_parameters,
     quantisation,
-    quantised,
     real_tensors,
     summary,
 )
@@ -83,6 +82,17 @@ def own_shapes(model: nn.Module) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
+def _opened(path: Path) -> tuple[CheckpointReader | DequantisedReader, Any]:
+    """Return a reader of the stored tensors of a folder, and its config if it has one.
+
+    Raises:
+        CheckpointError: the folder is unusable.
+    """
+    reader, config = CheckpointReader(path), load_config(path) if (path / "config.json").exists() else None
+    found = None if config is None else quantisation(config, path)
+    return (reader, config) if found is None else (DequantisedReader(reader, found), config)
+
+
 class StoredCheckpoint:
     """A Hugging Face folder, read under the names of a model's parameters.
 
@@ -100,13 +110,7 @@ class StoredCheckpoint:
 
     def __init__(self, model: nn.Module, path: str | Path, shapes: Mapping[str, Shape] | None = None) -> None:
         self.path = Path(path)
-        self.raw: Any = CheckpointReader(path)
-        self.config = load_config(path) if (self.path / "config.json").exists() else None
-        if self.config is not None and (found := quantisation(self.config, path)) is not None:
-            self.raw = DequantisedReader(self.raw, found)
-            if not self.raw.has_scales:
-                told = f"its config says {found.get('quant_method')}, and it has no tensors of scales"
-                raise CheckpointError(f"{path}: {quantised(told)}")
+        self.raw, self.config = _opened(self.path)
         own, self._rules = shapes or own_shapes(model), None
         container = None
         if self.config is not None and is_container(self.config, model):
@@ -273,11 +277,8 @@ class Untrained:
     digest: str
     """SHA-256 of the tensors, which must be the same at the export"""
 
-    def tensors(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors, as they are in the folder now.
-
-        Args:
-            model: the model that the folder was read for.
 
         Yields:
             Stored names and tensors.
@@ -287,7 +288,7 @@ class Untrained:
         """
         found = sha256()
         try:
-            raw = StoredCheckpoint(model, self.path).raw
+            raw, _ = _opened(self.path)
             for name in self.names:
                 tensor = raw.read(name)
                 _add(found, name, tensor)
@@ -324,25 +325,20 @@ class StoredForm:
     """stored names of float32 tensors in a checkpoint of a narrower dtype, which stay float32"""
     untrained: Untrained | None = None
 
-    def tensors(self, model: nn.Module, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
         """Yield all tensors of an export.
 
         Args:
-            model: the model.
-            own: its whole parameters and stored buffers, by name.
+            own: whole parameters and stored buffers of the model, by name.
 
         Yields:
-            Stored names and tensors.
+            Stored name, tensor, and the dtype in which it is stored; None is that of the config.
         """
-        yield from self.conversion.stored(own)
+        for name, tensor in self.conversion.stored(own):
+            yield name, tensor, torch.float32 if name in self.wide else None
         if self.untrained is not None:
-            yield from self.untrained.tensors(model)
-
-    def dtype(self, name: str, tensor: Tensor) -> torch.dtype | None:
-        """Return the dtype in which a tensor of an export is stored; None is that of the config."""
-        if self.untrained is not None and name in self.untrained.names:
-            return tensor.dtype
-        return torch.float32 if name in self.wide else None
+            for name, tensor in self.untrained.tensors():
+                yield name, tensor, tensor.dtype
 
     def config(self, config: Any, architecture: str) -> tuple[Any, str]:
         """Return the config and the class of the export.

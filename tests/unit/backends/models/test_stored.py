@@ -35,7 +35,7 @@ def test_the_text_model_of_a_container_computes_its_logits_and_goes_back(kind: s
         assert torch.equal(model(input_ids=ids).logits, outer(input_ids=ids).logits)
     form = stored_form(model, reader, is_writer=True, drops=False)
     out = dict(form.conversion.stored(held(model).items()))
-    out |= dict(form.untrained.tensors(model)) if form.untrained else {}
+    out |= dict(form.untrained.tensors()) if form.untrained else {}
     assert out.keys() == files.keys()
     assert all(torch.equal(out[name], files[name]) for name in files)
     config, architecture = form.config(model.config, type(model).__name__)
@@ -59,7 +59,7 @@ def test_heads_for_further_tokens_are_copied_from_the_checkpoint(tmp_path: Path)
     check_fit(reader, folder, model)
     form = stored_form(model, reader, is_writer=True, drops=False)
     assert form.untrained is not None
-    copied = dict(form.untrained.tensors(model))
+    copied = dict(form.untrained.tensors())
     name = "mtp.layers.0.mlp.up_proj.weight"
     assert copied.keys() == {name}
     assert torch.equal(copied[name], tensors_in(folder)[name])
@@ -78,7 +78,7 @@ def test_an_export_refuses_heads_that_are_gone_or_have_changed(tmp_path: Path, i
     assert form.untrained is not None
     said = "cannot be read again" if is_gone else "has changed since"
     with pytest.raises(CheckpointError, match=rf"1 tensor .*mtp.layers.*{said}.*drop_untrained=true"):
-        dict(form.untrained.tensors(model))
+        dict(form.untrained.tensors())
 
 
 def test_float32_tensors_of_a_narrower_checkpoint_stay_float32(tmp_path: Path) -> None:
