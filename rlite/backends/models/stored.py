@@ -198,7 +198,7 @@ def container_class(config: Any) -> type[PreTrainedModel]:
     Raises:
         ConfigError: transformers has none.
     """
-    lists = (vars(transformers).get(f"MODEL_FOR_{kind}_MAPPING") or {} for kind in CONTAINERS)
+    lists = (getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", None) or {} for kind in CONTAINERS)
     found = next((classes[type(config)] for classes in lists if type(config) in classes), None)
     if found is None:
         raise ConfigError(
