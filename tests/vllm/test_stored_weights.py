@@ -20,10 +20,23 @@ from rlite.nn.pretrained import quiet_transformers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
 SHAPE: dict[str, Any] = {
-    **{"vocab_size": 288, "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64, "head_dim": 32},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1},
-    **{"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257, "tie_word_embeddings": False},
+    "vocab_size": 288,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": 257,
+    "tie_word_embeddings": False,
 }
 IDS = list(range(40, 70))
 

@@ -144,7 +144,10 @@ UP = "model.layers.0.mlp.up_proj.weight"
     ("change", "message"),
     [
         (lambda held: held.pop(UP), rf"no tensor named '{UP}'"),
-        (lambda held: held.update({UP: torch.ones(5, 32)}), rf"{UP}: the model needs shape \(96, 32\), .* has \(5, 32\)"),
+        (
+            lambda held: held.update({UP: torch.ones(5, 32)}),
+            rf"{UP}: the model needs shape \(96, 32\), .* has \(5, 32\)",
+        ),
     ],
     ids=["missing", "of another shape"],
 )
