@@ -53,21 +53,71 @@ _LAYERS = re.compile(r"(^|_)(n_)?(layers?|depth|experts)$")
 _NO_CODE: Mapping[str, Any] = {"trust_remote_code": False}
 
 
-def check_plain(config: Any, path: str | Path) -> None:
-    """Refuse a checkpoint whose config says that its weights are quantised.
+QUANTISATIONS = ("fp8", "mxfp4")
+"""methods whose weights are read: fp8 with a scale per block or per tensor, and MXFP4"""
+
+
+def check_plain(config: Any, path: str | Path, reads: Collection[str] = QUANTISATIONS) -> None:
+    """Refuse a checkpoint whose weights are quantised by a method that is not read; say once if it is read.
 
     Args:
         config: the config of the checkpoint.
         path: the checkpoint, for messages.
+        reads: methods whose weights the caller can read.
 
     Raises:
-        CheckpointError: the weights are quantised.
+        CheckpointError: the weights are quantised otherwise.
+    """
+    if (found := quantisation(config, path, reads)) is not None:
+        told = "its weights are converted to bfloat16 as they are read, and exports of the model hold bfloat16"
+        _warn_once("%s is stored in %s: %s", str(path), found["quant_method"], told)
+
+
+def quantisation(config: Any, path: str | Path, reads: Collection[str] = QUANTISATIONS) -> Mapping[str, Any] | None:
+    """Return the parameters of the quantisation of a checkpoint's weights; None if they are plain.
+
+    Args:
+        config: the config of the checkpoint.
+        path: the checkpoint, for messages.
+        reads: methods whose weights the caller can read.
+
+    Raises:
+        CheckpointError: the method is another one.
     """
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             if (found := vars(part).get(key)) is not None:
                 method = found.get("quant_method") if isinstance(found, Mapping) else None
-                raise CheckpointError(f"{path}: {quantised(f'its config has {key}, method {method}')}")
+                if key == "compression_config" or method not in reads:
+                    raise CheckpointError(f"{path}: {quantised(f'its config has {key}, method {method}')}")
+                return found
+    return None
+
+
+def forget_quantisation(config: Any) -> None:
+    """Remove the quantisation from a config whose model holds plain weights."""
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)
+
+
+def causal_config(config: Any) -> Any:
+    """Return the config of the causal language model in a checkpoint: of the text model inside a multimodal one."""
+    text = config.get_text_config()
+    if text is config or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    text.dtype = text.dtype or config.dtype
+    text._name_or_path = config._name_or_path
+    folder = Path(config._name_or_path)
+    if config.tie_word_embeddings and not text.tie_word_embeddings and next(folder.glob("*.safetensors"), None):
+        # transformers' model ties by the outer config, unless the head is stored
+        text.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in CheckpointReader(folder).names())
+    return text
+
+
+def is_container(config: Any, model: Any) -> bool:
+    """Return True if a checkpoint's config is of a model around a text model, and `model` is the text model."""
+    text = config.get_text_config()
+    return text is not config and isinstance(model, transformers.PreTrainedModel) and type(model.config) is type(text)
 
 
 def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
@@ -176,13 +226,14 @@ def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     """Return transformers' causal language model of a config with new weights.
 
     Args:
-        config: from `load_config`.
+        config: from `load_config`. Of a multimodal model, its text model is made.
         dtype: type of the weights.
 
     Raises:
         CheckpointError: transformers makes no causal language model of this config.
     """
     with opening(config._name_or_path, "config of a causal language model"):
+        config = causal_config(config)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **_NO_CODE)
 
 
@@ -201,13 +252,19 @@ def meta_model(config: Any, dtype: torch.dtype | None = None, device: torch.devi
         model = make_model(config, dtype)
     with real_tensors(device):  # accelerate registers a new parameter for each name, so tied weights are apart
         model.tie_weights()
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, buffer in model.named_buffers():
+        if buffer.dtype in (torch.float16, torch.bfloat16) and any(part in name for part in kept):  # routers' biases
+            buffer.data = buffer.data.float()
     return model
 
 
 def stored_dtype(path: str | Path, config: Any) -> torch.dtype:
-    """Return the dtype of a checkpoint's weights: the config's, else that of its first tensor."""
+    """Return the dtype of a checkpoint's weights: the config's, else bfloat16 if quantised, else the first tensor's."""
     if config.dtype is not None:
         return config.dtype
+    if vars(config).get("quantization_config") is not None:
+        return torch.bfloat16
     reader = CheckpointReader(path)
     return reader.dtype(reader.names()[0])
 
@@ -224,7 +281,7 @@ def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
         CheckpointError: the model is unusable, or the folder lacks or adds a tensor below the head.
     """
     config = load_config(path, **changes)
-    check_plain(config, path)
+    check_plain(config, path, reads=())
     given = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     with opening(path, "model"):
         model, found = cls.from_pretrained(path, **given, **_NO_CODE)
@@ -315,8 +372,9 @@ def _expect_few_added_tokens(folder: Path) -> None:
 def quantised(reason: str) -> str:
     """Return the message for a checkpoint whose weights are quantised."""
     return (
-        f"the checkpoint is quantised ({reason}); rlite reads float32, float16 and bfloat16. Use the original, or "
-        "write one: load the model with transformers, call dequantize() and save_pretrained()"
+        f"the checkpoint is quantised ({reason}); rlite reads float32, float16, bfloat16, MXFP4, and fp8 with scales "
+        "per block. Use the original, or write one: load the model with transformers, call dequantize() and "
+        "save_pretrained()"
     )
 
 
@@ -370,9 +428,10 @@ def score_class(path: str | Path, carrier: type) -> Any:
 def _carried_class(path: str | Path, carrier: type, classes: Mapping[type, type], what: str) -> Any:
     config = load_config(path)
     check_plain(config, path)
-    if type(config) not in classes:
+    of_text = causal_config(config)
+    if type(of_text) not in classes:
         raise ConfigError(f"{path}: transformers has no {what} of type {config.model_type!r}")
-    model = classes[type(config)]
+    model = classes[type(of_text)]
     return type(f"{carrier.__name__}{model.__name__}", (carrier, model), {})
 
 

@@ -23,6 +23,7 @@ from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
+from rlite.backends.models.stored import StoredCheckpoint, buffer_shards, own_shapes, stored_buffers
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
 from rlite.nn.pretrained import load_config, meta_model, real_tensors, stored_dtype
@@ -234,16 +235,19 @@ class ShardedModel:
     ) -> None:
         self.path, self.device = path, device
         CheckpointReader(path)  # refuses a folder without weights
-        self.config: PreTrainedConfig = load_config(path)
-        self.dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, self.config)
+        config = load_config(path)
+        self.dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
         # buffers are computed here for good: to_empty and friends would leave a rotary embedding of zeros
-        model: PreTrainedModel = meta_model(self.config, self.dtype, device)
+        model: PreTrainedModel = meta_model(config, self.dtype, device)
+        self.config: PreTrainedConfig = model.config
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         plan = TensorParallelPlan(model, tp_group)
         self.tp_size = plan.world_size
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
         """parts into which training divides the vocabulary"""
+        self._shapes = own_shapes(model)
+        """shapes of the whole parameters and stored buffers"""
         self._places = self._find_places(plan)
         for place in self._places.values():
             place.allocate(self.dtype, "meta")
@@ -310,15 +314,15 @@ class ShardedModel:
             CheckpointError: the checkpoint does not fit, or its weights are not finite.
         """
         path = path or self.path
-        reader = CheckpointReader(path)
-        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        check_fit(reader, names, path, self.model)
+        reader = StoredCheckpoint(self.model, path, self._shapes)
+        check_fit(reader, path, self.model, self._shapes)
         self.allocate()
         with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
-                if (found := reader.shape(name)) != place.global_shape:
-                    raise CheckpointError(f"{path}: {name!r} is {found}, the config says {place.global_shape}")
                 place.get().copy_(reader.read(name, place.box))
+            for name, buffer in stored_buffers(self.model).items():
+                if name in reader.names():
+                    buffer.copy_(reader.read(name))
         if bad := nonfinite_names(self.parameter_shards()):
             raise CheckpointError(f"{path}: the weights are not finite in {self.dtype}: {bad[0]} holds NaN or infinity")
 
@@ -337,14 +341,15 @@ class ShardedModel:
             place.set(place.get().data.to(device))
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return each parameter once, tied parameters under the embedding's name.
+        """Return each parameter once, tied parameters under the embedding's name, and stored buffers.
 
         The shards are valid until the model moves.
         """
-        return {
+        shards = {
             name: ParameterShard(place.get().data, tuple(s.start for s in place.box), place.global_shape)
             for name, place in self._places.items()
         }
+        return shards | buffer_shards(self.model)
 
     def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the parameters. They change when parameters move, not when parameters are written."""

@@ -30,6 +30,7 @@ from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models import architecture
+from rlite.backends.models.stored import StoredCheckpoint
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampler import RequestRules, length_objection
 from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
@@ -38,7 +39,7 @@ from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.session import has_gpus
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import subgroup
-from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard
+from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import check_tensor_parallel
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.runtime.replicas.workers import Part
@@ -340,7 +341,9 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         raise ConfigError(f"{told}, or use another executor")
     if has_gpus():
         architecture.check_gpu_kernels(cls, model.config)
-    architecture.check_fit(CheckpointReader(path), names, path, model)
+    if (reader := StoredCheckpoint(model, path)).is_container:
+        architecture.check_container(config)
+    architecture.check_fit(reader, path, model)
     if tensor_parallel_size > 1:
         check_tensor_parallel(model, tensor_parallel_size)
 

@@ -52,6 +52,10 @@ class Fsdp2Options(Options):
     """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False
     """keep the optimizer state in host memory except during a step; on CPU slots it is always there"""
+    drop_untrained: bool = False
+    """leave tensors of the checkpoint that are not trained (vision parts, heads for further tokens) out of exports. By
+    default exports copy them from the checkpoint, which has to be there then. Without vision parts the export is a text
+    model"""
     seed: int = 0
     """seed of torch's generator in each worker's process when the engine is built; the data rank is added"""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from torch import Tensor
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
-from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.architecture import check_container, check_fit
+from rlite.backends.models.expressions import Held
 from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.backends.models.lora import LoraTrainModule
+from rlite.backends.models.stored import StoredCheckpoint, StoredForm, buffer_shards, stored_buffers, stored_form
 from rlite.engine.registry import TrainBackend
 from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
@@ -37,7 +40,7 @@ from rlite.runtime.cluster.session import current_session, has_gpus
 from rlite.runtime.parallel import fsdp, host_memory
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.processes import subgroup
-from rlite.runtime.parallel.shards import CheckpointReader, ParameterShard, nonfinite_names
+from rlite.runtime.parallel.shards import ParameterShard, nonfinite_names
 from rlite.runtime.parallel.shared_memory import SharedArena
 from rlite.runtime.replicas.workers import Part
 from rlite.runtime.storage import sharded
@@ -77,55 +80,47 @@ def make_module(
 
 
 @torch.no_grad()
-def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
+def read_weights(module: BaseTrainModule, path: str | None = None) -> StoredCheckpoint | None:
     """Fill this rank's boxes from a Hugging Face folder or the module's own source. Only these boxes are read.
 
     Args:
         module: the sharded module.
         path: a Hugging Face folder; None is the module's own source.
 
+    Returns:
+        The folder that was read; None if the source is no folder.
+
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is not finite.
     """
     source = module.materialization_source() if path is None else path
-    reader: Any = _Tensors(source) if isinstance(source, Mapping) else CheckpointReader(local_checkpoint(source))
-    where = "materialization_source()" if isinstance(source, Mapping) else str(source)
-    check_module_fits(module, reader, where)
+    reader: Any
+    if isinstance(source, Mapping):
+        where, reader = "materialization_source()", _Tensors(source)
+    else:
+        where, reader = str(source), StoredCheckpoint(module, local_checkpoint(source))
+    check_fit(reader, where, module)
     boxes = {name: fsdp.local_shard(parameter) for name, parameter in module.named_parameters()}
+    names = set(reader.names())
     for name, box in boxes.items():
         stored = module.checkpoint_name(name)
-        if stored not in reader.names():
-            missing = module.missing_parameter(name, box.global_shape)
-            if missing is not None:
-                box.tensor.copy_(missing[box.box])
-                continue
-        shape = reader.shape(stored)
-        if shape != box.global_shape:
-            raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {where} has {shape}")
-        box.tensor.copy_(module.preprocess_named_parameter(name, reader.read(stored, box.box)))
-    if names := nonfinite_names(boxes):
-        raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
+        if stored in names:
+            box.tensor.copy_(module.preprocess_named_parameter(name, reader.read(stored, box.box)))
+        elif (missing := module.missing_parameter(name, box.global_shape)) is not None:
+            box.tensor.copy_(missing[box.box])
+    for name, buffer in stored_buffers(module).items():
+        if (stored := module.checkpoint_name(name)) in names:
+            buffer.copy_(reader.read(stored))
+    if wrong := nonfinite_names(boxes):
+        raise CheckpointError(f"{where}: the weights are not finite: {wrong[0]} holds NaN or infinity")
+    return reader if isinstance(reader, StoredCheckpoint) else None
 
 
-def check_module_fits(module: BaseTrainModule, reader: Any, where: str) -> None:
-    """Refuse tensors that the module would leave out or read as other numbers; see `rlite.nn.pretrained`.
+class _Tensors(Held):
+    """Tensors with the interface of `StoredCheckpoint`."""
 
-    Args:
-        module: the module, on any device.
-        reader: reader of the source.
-        where: the source, for messages.
-
-    Raises:
-        CheckpointError: the message names a tensor and the remedy.
-    """
-    names = {module.checkpoint_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-    check_fit(reader, names, where, module)
-
-
-class _Tensors(dict[str, Tensor]):
-    """A dict of tensors with the interface of `CheckpointReader`."""
-
-    names = dict.keys
+    def names(self) -> list[str]:
+        return list(self)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self:
@@ -135,16 +130,17 @@ class _Tensors(dict[str, Tensor]):
     def dtype(self, name: str) -> torch.dtype:
         return self[name].dtype
 
-    def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
-        return self[name][box]
+    def rule(self, name: str) -> str:
+        return ""
 
 
-def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.ProcessGroup) -> None:
+def export(module: BaseTrainModule, path: Path, form: StoredForm, is_writer: bool, group: dist.ProcessGroup) -> None:
     """Write a Hugging Face checkpoint; a collective of all ranks.
 
     Args:
         module: the sharded module.
         path: the folder to make.
+        form: the form of the checkpoint.
         is_writer: whether this rank writes.
         group: process group of all ranks.
 
@@ -158,7 +154,8 @@ def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.Pro
     served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
     try:
         if is_writer:
-            _write(module, path, served, trained)
+            buffers = ((module.checkpoint_name(name), buffer) for name, buffer in stored_buffers(module).items())
+            _write(module, path, form, chain(served, buffers), trained)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: could not be written: {why_not_written(error)}") from error
     finally:  # gathering is a collective: a full disk on rank 0 must not leave its peers in one
@@ -167,15 +164,17 @@ def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.Pro
         dist.barrier(group=group)
 
 
-def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]) -> None:
+def _write(
+    module: Any, path: Path, form: StoredForm, tensors: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor]
+) -> None:
     is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
     writer = Writer(path, module.config.dtype if is_transformer else None)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
+    for name, tensor, dtype in form.tensors(tensors):
+        writer.add(name, tensor, dtype)
     if is_transformer:
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None
-        writer.add_config(module.exported_config(), huggingface.exported_class(module), folder)
+        writer.add_config(*form.config(module.exported_config(), huggingface.exported_class(module)), folder)
         add_end_ids(writer.folder, module.further_end_ids)
     if isinstance(module, huggingface.HuggingFaceFsdp2ScoreModule):
         huggingface.pad_apart(writer.folder, module.row_ends)
@@ -198,6 +197,8 @@ class Fsdp2Worker(BatchRunner):
         self._context, self._options, self._source = context, options, source
         self._device = torch.device(context.torch_device)
         self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
+        self._form: StoredForm | None = None
+        """form of exports, that of the first checkpoint"""
         self._is_here = False
         """`module` exists; `to_meta` frees it"""
         self._rested: torch.optim.Optimizer | None = None
@@ -219,7 +220,9 @@ class Fsdp2Worker(BatchRunner):
             self.module, self.arena = make_module(self._source, self._options, self._mesh, self._device)
             self._is_here, self._weight, self._is_finite = True, 0.0, True
             if is_read:
-                read_weights(self.module, path)
+                source = read_weights(self.module, path)
+                drops = self._options.drop_untrained or isinstance(self.module, huggingface.HuggingFaceFsdp2ScoreModule)
+                self._form = self._form or stored_form(self.module, source, self._context.rank == 0, drops)
             self.module.on_weights_materialized()
             self._rest_optimizer()
 
@@ -263,8 +266,9 @@ class Fsdp2Worker(BatchRunner):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return this rank's boxes of the parameters, by parameter name."""
-        return {name: fsdp.local_shard(parameter) for name, parameter in self.module.named_parameters()}
+        """Return this rank's boxes of the parameters, and stored buffers, by name."""
+        shards = {name: fsdp.local_shard(parameter) for name, parameter in self.module.named_parameters()}
+        return shards | buffer_shards(self.module)
 
     def served_shards(self, has_values: bool = True) -> dict[str, ParameterShard]:
         """Return this rank's served boxes, after the module's hooks; see `SourceWorker.served_shards`.
@@ -280,6 +284,10 @@ class Fsdp2Worker(BatchRunner):
             self._own_names[out[0]] = name
             if self._mesh.tensor_rank == 0 or not parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
                 served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
+        for name, buffer in buffer_shards(self.module).items():
+            self._own_names[self.module.checkpoint_name(name)] = name
+            if self._mesh.is_first_of_copy:
+                served[self.module.checkpoint_name(name)] = buffer
         return served
 
     def aliases(self) -> dict[str, str]:
@@ -297,6 +305,8 @@ class Fsdp2Worker(BatchRunner):
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`. Call `served_shards` first."""
         own = self._own_names[name]
+        if (buffer := stored_buffers(self.module).get(own)) is not None:
+            return buffer
         parameter = self.module.served_parameter(own, self.module.get_parameter(own))
         out = self.module.postprocess_named_parameter(own, fsdp.full_tensor(parameter))
         assert out is not None  # else it were not served
@@ -323,7 +333,8 @@ class Fsdp2Worker(BatchRunner):
 
     def save(self, path: str) -> None:
         """Write a Hugging Face checkpoint; see `TrainWorker.save`."""
-        export(self.module, Path(path), self._context.rank == 0, self._everyone)
+        assert self._form is not None  # the weights were read
+        export(self.module, Path(path), self._form, self._context.rank == 0, self._everyone)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -473,7 +484,10 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
     if type(module).materialization_source is HuggingFaceFsdp2TrainModule.materialization_source:
         source = str(module.materialization_source())
         if Path(source).expanduser().is_dir():  # workers download a name of the hub
-            check_module_fits(module, CheckpointReader(local_checkpoint(source)), source)
+            reader = StoredCheckpoint(module, local_checkpoint(source))
+            if reader.is_container:
+                check_container(reader.config)
+            check_fit(reader, source, module)
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
     if options.deterministic:

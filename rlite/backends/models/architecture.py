@@ -6,7 +6,7 @@ Compare the tensors of a checkpoint with those of the model, so that none is lef
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from itertools import count
@@ -20,13 +20,27 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
+from rlite.backends.models.expressions import Shape
+from rlite.backends.models.stored import (
+    REBUILT,
+    StoredCheckpoint,
+    container_class,
+    own_shapes,
+    places,
+    stored_buffers,
+)
 from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.pretrained import quantised, quiet_transformers, real_tensors, rope_parts, summary
-from rlite.runtime.parallel.shards import CheckpointReader
+from rlite.nn.pretrained import causal_config, quantised, quiet_transformers, real_tensors, rope_parts, summary
 from rlite.runtime.parallel.tensor import attention_shape
 from rlite.wording import counted
 
@@ -310,14 +324,49 @@ def _experts(names: Iterable[str]) -> str | None:
 
 
 def _renamed(model: PreTrainedModel) -> str | None:
-    """Return a text about the first tensor that transformers renames or converts on reading a checkpoint, if any.
-
-    rlite reads tensors as they are.
-    """
+    """Return a text about the first tensor that does not survive the way into a checkpoint and back, if any."""
     with saved(model) as folder:
-        stored = set(CheckpointReader(folder).names())
-    missing = next((name for name, _ in model.named_parameters() if name not in stored), None)
-    return missing and f"has checkpoints that name tensors otherwise ({missing}), and rlite does not convert them"
+        try:
+            reader = StoredCheckpoint(model, folder)
+        except (CheckpointError, ConfigError) as error:
+            return f"has checkpoints that rlite cannot convert: {summary(error)}"
+        held = {**dict(model.named_parameters()), **stored_buffers(model)}
+        names = set(reader.names())
+        wrong = [n for n in held if n not in names or not torch.equal(reader.read(n), held[n])]
+        back = dict(reader.conversion.stored((name, tensor.detach()) for name, tensor in held.items()))
+        wrong += [n for n in reader.raw.names() if n not in back or not torch.equal(reader.raw.read(n), back[n])]
+    return f"has checkpoints that rlite converts wrongly ({wrong[0]})" if wrong else None
+
+
+def check_container(config: PreTrainedConfig) -> None:
+    """Refuse a multimodal model whose text model computes other logits of a text by itself.
+
+    Raises:
+        ConfigError: the message gives the reason.
+    """
+    if (reason := _container_refusal(container_class(config), config)) is not None:
+        told = f"{container_class(config).__name__} ({config.model_type!r}) {reason}, so its text model is not trained"
+        raise ConfigError(f"{told} or served alone. {REMEDY}")
+
+
+@once_per_config
+@real_tensors()
+@torch.no_grad()
+def _container_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    try:
+        outer = miniature(cls, config)
+        text = causal_config(outer.config)
+        inner = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]._from_config(text, dtype=torch.float32).eval()
+        theirs, own = (
+            {**dict(each.named_parameters(remove_duplicate=False)), **stored_buffers(each)} for each in (outer, inner)
+        )
+        for there, here in places(outer, inner, own_shapes(inner)).items():
+            if here in own:
+                own[here].copy_(theirs[there])
+        is_equal = difference(alone(outer), alone(inner)) <= TOLERANCE
+    except Exception as error:  # of any kind: the class's own code
+        return f"cannot be checked: a small copy of it fails with {summary(error)}"
+    return None if is_equal else "changes the logits of its text model"
 
 
 def _state(cls: type[PreTrainedModel]) -> str | None:
@@ -423,29 +472,39 @@ AttentionMaskInterface.register(OWN_TOKEN, no_mask)
 
 PLAIN = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 _QUANTISED = re.compile(r"scale|zero|absmax|quant|packed|g_idx|_blocks$|SCB$")
-_REBUILT = re.compile(r"rotary_emb\.inv_freq|(^|\.)position_ids$")
-"""buffers of old checkpoints that every class computes itself"""
 
 
-def check_fit(reader: Any, expected: Collection[str], path: str | Path, model: nn.Module) -> None:
-    """Refuse a checkpoint with tensors that the model would leave out or read as other numbers.
-
-    The code that reads the tensors refuses missing ones and other shapes.
+def check_fit(reader: Any, path: str | Path, model: nn.Module, shapes: Mapping[str, Shape] | None = None) -> None:
+    """Refuse a checkpoint that lacks tensors of the model, or whose tensors it would leave out or read as others.
 
     Args:
-        reader: a `CheckpointReader`, or another reader of its interface.
-        expected: the checkpoint's names of the model's parameters.
+        reader: a `StoredCheckpoint`, or another reader of its interface.
         path: the checkpoint, for messages.
         model: the model; of a transformers class, tied names and names to ignore are known.
+        shapes: shapes of its parameters and stored buffers, if the model holds parts of them.
 
     Raises:
         CheckpointError: the message names a tensor and the remedy.
     """
-    names = set(reader.names())
+    expected, names = shapes or own_shapes(model), set(reader.names())
     problem = _other_type(reader, sorted(names.intersection(expected))) or _untied(reader, names, model)
     problem = problem or _left_over(reader, sorted(names.difference(expected)), model)
+    problem = problem or _other_shape(reader, {name: expected[name] for name in expected if name in names})
     if problem:
         raise CheckpointError(f"{path}: {problem}")
+    module = model if isinstance(model, BaseTrainModule) else BaseTrainModule()
+    for name, parameter in model.named_parameters():
+        stored = module.checkpoint_name(name)
+        if stored not in names and module.missing_parameter(name, tuple(parameter.shape)) is None:
+            reader.shape(stored)  # refuses it
+
+
+def _other_shape(reader: Any, expected: Mapping[str, Shape]) -> str | None:
+    for name, shape in expected.items():
+        if (found := tuple(reader.shape(name))) != shape:
+            rule = reader.rule(name)
+            return f"{name}: the model needs shape {shape}, the checkpoint has {found}{rule and f', made by {rule}'}"
+    return None
 
 
 def _other_type(reader: Any, names: Iterable[str]) -> str | None:
@@ -466,7 +525,7 @@ def _untied(reader: Any, names: set[str], model: nn.Module) -> str | None:
 def _left_over(reader: Any, names: Iterable[str], model: nn.Module) -> str | None:
     """Return a text about the tensors that the model neither has nor makes itself, None if there are none."""
     tied, buffers = _tied(model), dict(model.named_buffers())
-    ignored = [_REBUILT, *(vars(model).get("_keys_to_ignore_on_load_unexpected") or ())]
+    ignored = [REBUILT, *(vars(model).get("_keys_to_ignore_on_load_unexpected") or ())]
 
     def is_known(name: str) -> bool:
         if name in tied or any(re.search(pattern, name) for pattern in ignored):

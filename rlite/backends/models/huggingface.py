@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
@@ -32,7 +33,17 @@ from rlite.backends.models.batch_invariant import causal_attention_in_blocks, ma
 from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
-from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, meta_parameters, padding_token, real_tensors
+from rlite.nn.pretrained import (
+    causal_config,
+    check_plain,
+    end_ids,
+    forget_quantisation,
+    load_config,
+    load_tokenizer,
+    meta_parameters,
+    padding_token,
+    real_tensors,
+)
 from rlite.runtime.parallel.context_parallel import ContextShare
 from rlite.runtime.parallel.fsdp import shard_group
 from rlite.runtime.parallel.tensor import check_split, parallelize
@@ -117,12 +128,21 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             ConfigError: there is no such checkpoint; or further arguments were given on meta.
         """
         if not nn.Linear(1, 1, bias=False).weight.is_meta:
+            known = next((base for base in cls.__mro__ if base.__module__.startswith("transformers.models.")), cls)
+            names = (known.__name__, cls.config_class.model_type)  # type: ignore[attr-defined]
+            if (rules := next(filter(None, map(get_checkpoint_conversion_mapping, names)), None)) is not None:
+                # transformers looks conversions up by the name of the class, which is the user's here
+                register_checkpoint_conversion_mapping(cls.__name__, rules, overwrite=True)
             return super().from_pretrained(path, *args, **kwargs)  # type: ignore[misc]
         if args or kwargs:
             given = [*map(repr, args), *kwargs]
             raise ConfigError(f"from_pretrained on meta takes the path alone, not {given}; dtypes: options of build()")
         with real_tensors(), meta_parameters():
             config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
+            check_plain(whole := load_config(path), path)
+            if type(found := causal_config(whole)) is type(config):  # perhaps inside another model
+                config.dtype, config.tie_word_embeddings = found.dtype, found.tie_word_embeddings
+            forget_quantisation(config)
             rates = {} if cls._keeps_dropout else disable_dropout(config)
             module = cls(config)
         with real_tensors():  # accelerate registers a new parameter for each name, so tied weights are apart

@@ -24,18 +24,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.huggingface import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.backends.models.stored import StoredCheckpoint, stored_buffers, stored_form
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
 from rlite.imports import require
 from rlite.nn import pretrained
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.options import ALL_LINEAR, LoraOptions
-from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor
-from rlite.runtime.storage.huggingface import copy_companions
+from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor, replace_parameters
+from rlite.runtime.storage.huggingface import Writer, copy_companions
 
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _SCORE, _SCORER = "score", "SEQ_CLS"
@@ -299,7 +301,7 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
     origin, config = pretrained.local_checkpoint(base), adapter_config(folder)
     with pretrained.opening(folder, "adapter"):
         weights = peft.load_peft_weights(str(folder), device="cpu")
-    model = _base(origin, config, weights)
+    model, source = _base(origin, config, weights)
     _check_patterns(folder, config, [name for name, _ in model.named_modules()])
     _untie(model, weights)
     try:
@@ -316,20 +318,45 @@ def merge_adapter(folder: Path, base: str, out: Path) -> None:
     if not torch.allclose(before, after := _logits(merged), atol=1e-3 * float(before.abs().max()), rtol=1e-3):
         problem = f"computes other logits than beside it, by up to {(before - after).abs().max():.3g}"
         raise ConfigError(f"adapter={folder}: merged into {base}, it {problem}; serve it as an adapter")
-    merged.to(pretrained.load_config(origin).dtype or torch.float32).save_pretrained(out)
     own = next((place for place in (folder, folder.parent) if (place / "tokenizer_config.json").exists()), origin)
-    copy_companions(origin, out, tokenizer=own)
+    _write_merged(merged, source, out, origin, own)
     if config.get("task_type") == _SCORER:
         pad_apart(out)
 
 
-def _base(origin: Path, adapter: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Any:
-    """Return the base model in float32, with the head that the adapter was trained with."""
-    if adapter.get("task_type") != _SCORER:
-        return pretrained.load_model(AutoModelForCausalLM, origin)
-    head = next((tensor for name, tensor in weights.items() if name.endswith("score.weight")), None)
-    labels = {} if head is None else {"num_labels": len(head)}
-    return pretrained.load_model(AutoModelForSequenceClassification, origin, **labels)
+def _base(
+    origin: Path, adapter: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> tuple[Any, StoredCheckpoint | None]:
+    """Return the base model in float32, with the head that the adapter was trained with, and its checkpoint."""
+    if adapter.get("task_type") == _SCORER:
+        head = next((tensor for name, tensor in weights.items() if name.endswith("score.weight")), None)
+        labels = {} if head is None else {"num_labels": len(head)}
+        return pretrained.load_model(AutoModelForSequenceClassification, origin, **labels), None
+    config = pretrained.load_config(origin)
+    pretrained.check_plain(config, origin)
+    pretrained.forget_quantisation(config)
+    model = pretrained.meta_model(config, torch.float32)
+    reader = StoredCheckpoint(model, origin)
+    check_fit(reader, origin, model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    replace_parameters(model, lambda parameter: nn.Parameter(reader.read(names[parameter]).float()))
+    for name, buffer in stored_buffers(model).items():
+        if name in reader.names():
+            buffer.copy_(reader.read(name))
+    return model, reader
+
+
+def _write_merged(model: Any, source: StoredCheckpoint | None, out: Path, origin: Path, tokenizer: Path) -> None:
+    """Write a merged model in the form of its base's checkpoint."""
+    dtype = pretrained.stored_dtype(origin, pretrained.causal_config(pretrained.load_config(origin)))
+    form, writer = stored_form(model, source, is_writer=True, drops=False), Writer(out, dtype)
+    tensors = {**dict(model.named_parameters()), **stored_buffers(model)}
+    for name, tensor, own_dtype in form.tensors((name, tensor.detach()) for name, tensor in tensors.items()):
+        writer.add(name, tensor, own_dtype)
+    model.config.dtype = dtype
+    writer.add_config(*form.config(model.config, type(model).__name__), None)
+    copy_companions(origin, writer.folder, tokenizer=tokenizer)
+    writer.finish()
 
 
 def _untie(model: Any, weights: Mapping[str, torch.Tensor]) -> None:

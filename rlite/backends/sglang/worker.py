@@ -17,11 +17,11 @@ import math
 import pickle
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rlite.backends.models.conversion import Conversion
+from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
@@ -57,7 +59,7 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(
-    parameters: Mapping[str, tuple[torch.dtype, torch.Size]], most_bytes: int = BUCKET_BYTES
+    parameters: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most_bytes: int = BUCKET_BYTES
 ) -> list[Bucket]:
     """Return buckets of at most `most_bytes` bytes; a larger parameter travels alone.
 
@@ -72,6 +74,35 @@ def make_buckets(
         place = {"start_idx": start, "end_idx": start + nbytes, "numel": nbytes}  # counted in bytes
         groups[-1].append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
     return [Bucket(torch.empty(parts[-1].end_idx, dtype=torch.uint8), parts) for parts in groups]
+
+
+def stored_buckets(buckets: list[Bucket], conversion: Conversion) -> Iterator[Bucket]:
+    """Yield buckets of the tensors that the server's checkpoint has, made of those that weight sync has written.
+
+    Args:
+        buckets: buckets of parameters. Each is forgotten when its tensors have been read.
+        conversion: conversion of parameters into stored tensors.
+    """
+    if all(
+        held == stored for group in conversion.groups for held, stored in zip(group.held, group.stored, strict=False)
+    ):
+        yield from buckets
+        return
+    waiting: dict[str, Tensor] = {}
+    shards = ((name, shard.tensor) for bucket in buckets for name, shard in bucket.shards().items())
+    for name, tensor in conversion.stored(shards):
+        waiting[name] = tensor
+        if sum(each.nbytes for each in waiting.values()) >= BUCKET_BYTES:
+            yield from _filled(waiting)
+            waiting = {}
+    yield from _filled(waiting)
+
+
+def _filled(tensors: Mapping[str, Tensor]) -> Iterator[Bucket]:
+    for bucket in make_buckets({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}):
+        for name, shard in bucket.shards().items():
+            shard.tensor.copy_(tensors[name])
+        yield bucket
 
 
 @dataclass
@@ -236,8 +267,7 @@ class SglangWorker:
             return
         config = load_config(path)
         dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
-        named = meta_model(config, dtype).named_parameters()
-        self._parameters = {name: (parameter.dtype, parameter.shape) for name, parameter in named}
+        self._parameters = held_tensors(meta_model(config, dtype))
         text = config.get_text_config()
         longest = options.max_model_len or text.max_position_embeddings
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
@@ -314,11 +344,21 @@ class SglangWorker:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _stored(self) -> StoredCheckpoint:
+        """The checkpoint, whose names the engine knows."""
+        return StoredCheckpoint(meta_model(load_config(self._path)), self._path)
+
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return staging memory on the host for all parameters. `weights_changed` sends it to the server."""
+        """Return staging memory on the host for all parameters. `weights_changed` sends it to the server.
+
+        Raises:
+            WeightSyncError: the server has a quantised checkpoint.
+        """
         if self._endpoint is None:
             return {}
         if not self._buckets:
+            self._stored.check_syncable()
             self._buckets = make_buckets(self._parameters)
         return {name: shard for bucket in self._buckets for name, shard in bucket.shards().items()}
 
@@ -340,7 +380,7 @@ class SglangWorker:
             try:
                 call("/begin_weight_update")
                 try:
-                    for bucket in buckets:
+                    for bucket in stored_buckets(buckets, self._stored.conversion):
                         sender.send(bucket)
                 finally:
                     call("/end_weight_update")

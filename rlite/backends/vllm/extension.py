@@ -11,6 +11,8 @@ import os
 import pickle
 import select
 import threading
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rlite.backends.serving.sampler import Sampling, SamplingBatch, kept_ids_of, sample, uniforms
 from rlite.backends.vllm.release import SAMPLING, Holding
+from rlite.backends.vllm.reload import DirectCopies, processed_again
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.shared_memory import SharedMemoryReader
@@ -64,7 +67,8 @@ class WorkerExtension:
         """Load weights.
 
         Args:
-            source: pickled mapping of Hugging Face names to shared tensors, or path of a checkpoint.
+            source: pickled path of a checkpoint; or handles of shared parameters by name, their conversion, and the
+                path of a checkpoint with the names of its tensors that are no parameters.
 
         Raises:
             WeightSyncError: a parameter of vLLM's model was not written.
@@ -73,21 +77,27 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
         loaded: set[str] = set()
-        load = model.load_weights
+        load, held, written = model.load_weights, dict(model.named_parameters()), set[str]()
 
         def remember(weights: Any) -> set[str] | None:
-            found = load(weights)
+            with DirectCopies(model, held) as copies:
+                found = load(weights)
+            written.update(copies.written)
             loaded.update(found or expected)
             return found
 
-        reader: Any = CheckpointReader(Path(given)) if isinstance(given, str) else SharedMemoryReader()
+        tensors: Iterator[tuple[str, Tensor]] = iter(())
         if isinstance(given, str):
-            tensors = ((name, reader.read(name)) for name in reader.names())
+            reader = CheckpointReader(Path(given))
+            names = reader.names()
         else:
-            tensors = ((name, reader.view(block)) for name, block in given.items())
+            handles, conversion, path, names = given
+            shared, reader = SharedMemoryReader(), CheckpointReader(path)
+            tensors = conversion.stored((name, shared.view(handle)) for name, handle in handles.items())
+        tensors = chain(tensors, ((name, reader.read(name)) for name in names))
         model.load_weights = remember
         try:
-            with set_current_vllm_config(self.vllm_config):
+            with set_current_vllm_config(self.vllm_config), processed_again(model, written):
                 self.model_runner.reload_weights(weights_iterator=tensors)
         finally:
             del model.load_weights

@@ -12,12 +12,14 @@ import contextlib
 import math
 import os
 from collections.abc import Awaitable, Callable
+from functools import cached_property
 from typing import Any, Concatenate
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.vllm import release
 from rlite.backends.vllm.process import EngineProcess, P, T
@@ -76,7 +78,7 @@ class VllmWorker:
         if self._dtype not in DTYPES:
             told = f"vLLM does not compute in the checkpoint's {self._dtype}; give dtype= one of {DTYPES}"
             raise ConfigError(f"{path}: {told}")
-        self._shapes = {name: tuple(each.shape) for name, each in meta_model(self._config).named_parameters()}
+        self._held = held_tensors(meta_model(self._config, getattr(torch, self._dtype)))
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -154,14 +156,23 @@ class VllmWorker:
         self.to_device("weights")
         self._load(path or self._path, None)
 
+    @cached_property
+    def _stored(self) -> StoredCheckpoint:
+        """The checkpoint, whose names the engine knows."""
+        return StoredCheckpoint(meta_model(load_config(self._path)), self._path)
+
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return staging tensors of all parameters on the first rank, and nothing on the others."""
+        """Return staging tensors of all parameters and stored buffers on the first rank, and nothing on the others.
+
+        Raises:
+            WeightSyncError: vLLM serves a quantised checkpoint.
+        """
         if not self._is_first:
             return {}
         if self._staging is None:
-            dtype = getattr(torch, self._dtype)
-            arena = SharedArena(sum(aligned_bytes(shape, dtype) for shape in self._shapes.values()))
-            boxes = {name: arena.empty(shape, dtype) for name, shape in self._shapes.items()}
+            self._stored.check_syncable()
+            arena = SharedArena(sum(aligned_bytes(shape, dtype) for dtype, shape in self._held.values()))
+            boxes = {name: arena.empty(shape, dtype) for name, (dtype, shape) in self._held.items()}
             shards = {name: ParameterShard(box, (0,) * box.dim(), tuple(box.shape)) for name, box in boxes.items()}
             self._staging = arena, shards
         return self._staging[1]
@@ -174,7 +185,7 @@ class VllmWorker:
             return
         arena, shards = self._staging
         handles = {name: arena.handle_of(shard.tensor) for name, shard in shards.items()}
-        self._load(handles, version)
+        self._load((handles, self._stored.conversion, self._path, self._stored.untrained), version)
         self._staging = None
 
     def _load(self, source: Any, version: int | None) -> None:
@@ -224,8 +235,7 @@ class VllmWorker:
         """Return the bytes that this replica holds on its devices, on the first rank."""
         held = {"weights": 0, "kv_cache": 0}
         if self._process is not None:
-            itemsize = getattr(torch, self._dtype).itemsize
-            held["weights"] = itemsize * sum(map(math.prod, self._shapes.values()))
+            held["weights"] = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._held.values())
             held["kv_cache"] = self._process.cache_bytes
         return {part: nbytes if part in self._on_device else 0 for part, nbytes in held.items()}
 

@@ -44,6 +44,11 @@ class TrainMesh:
         return self.dims.copies * self.dims.num_shards
 
     @property
+    def is_first_of_copy(self) -> bool:
+        """True for the first rank of a copy of the model, which speaks for tensors that all ranks hold."""
+        return self.rank % (self.dims.num_shards * self.dims.tensor) == 0
+
+    @property
     def tensor_rank(self) -> int:
         """Rank in the tensor-parallel group."""
         return self.rank % self.dims.tensor

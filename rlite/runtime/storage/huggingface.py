@@ -55,10 +55,16 @@ class Writer:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor; it is written when the current file is full."""
-        if self._dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(self._dtype)
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Add a tensor; it is written when the current file is full.
+
+        Args:
+            name: its name in the checkpoint.
+            tensor: the whole tensor.
+            dtype: dtype of this tensor; None is that of the writer.
+        """
+        if (dtype := dtype or self._dtype) is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > MAX_FILE_BYTES:
             self._flush()
@@ -75,6 +81,8 @@ class Writer:
             origin: folder of the original checkpoint; its tokenizer and similar files are copied. None copies nothing.
         """
         config = copy.deepcopy(config)
+        for part in (config, config.get_text_config()):  # what is written is plain
+            vars(part).pop("quantization_config", None)
         config.architectures = [architecture]
         config.save_pretrained(self.folder)
         if origin is not None:

@@ -16,7 +16,7 @@ from rlite.types import Aggregation, BalanceBy, KLEstimator, PackingMethod, Sche
 OptimizerName = Literal["adamw", "muon"]
 BUILD_OPTIONS = (
     *("tp_size", "sp_size", "balance_by", "packing_method", "max_grad_norm"),
-    *("gradient_checkpointing", "use_liger_kernel", "offload_optimizer"),
+    *("gradient_checkpointing", "use_liger_kernel", "offload_optimizer", "drop_untrained"),
 )
 """options of a model that the engine's build takes under the same names"""
 
@@ -89,6 +89,9 @@ class ModelOptions(LayoutOptions):
     """recompute activations in the backward pass"""
     offload_optimizer: bool = True
     """keep the optimizer's state in host memory between optimizer steps"""
+    drop_untrained: bool = False
+    """leave tensors of the checkpoint that are not trained (vision parts, heads for further tokens) out of exports; by
+    default exports copy them from the checkpoint, which has to be there then"""
     avg_level: Aggregation = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
     sequence is a row: a trajectory of several rows has as many means, not one"""

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.backends.models.lora import merge_adapter
 from rlite.errors import CheckpointError
+from rlite.runtime.cluster.session import Session
 from rlite.trainer.model.modules import critic_module, policy_module
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
@@ -133,3 +134,26 @@ def test_weights_that_are_loaded_later_are_compared_too(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="it holds 1 tensor that"):
             engine.load(other)
         engine.release()
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("role", ["serve", "train", "critic"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda held: held.pop(UP), rf"no tensor named '{UP}'"),
+        (
+            lambda held: held.update({UP: torch.ones(5, 32)}),
+            rf"{UP}: the model needs shape \(96, 32\), .* has \(5, 32\)",
+        ),
+    ],
+    ids=["missing", "of another shape"],
+)
+def test_a_tensor_that_does_not_fit_is_named_before_a_process_starts(
+    tmp_path: Path, role: str, change: Callable[[Tensors], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "place", lambda *args, **kwargs: pytest.fail("devices were taken"))
+    with pytest.raises(CheckpointError, match=message):
+        build(written(tmp_path, change), role)

@@ -1,0 +1,50 @@
+"""Staged parameters leave for a server under the names of its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlite.backends.models.stored import StoredCheckpoint, held_tensors
+from rlite.backends.sglang import worker
+from rlite.backends.sglang.worker import Bucket, make_buckets, stored_buckets
+from tests.unit.backends.models.small import held, text_model, written
+
+
+def staged(model: Any) -> list[Bucket]:
+    buckets = make_buckets(held_tensors(model))
+    for bucket in buckets:
+        for name, shard in bucket.shards().items():
+            shard.tensor.copy_(held(model)[name])
+    return buckets
+
+
+def contents(buckets: list[Bucket]) -> dict[str, Tensor]:
+    return {name: shard.tensor for bucket in buckets for name, shard in bucket.shards().items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_neox"])
+def test_buckets_hold_the_tensors_that_the_checkpoint_has(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "BUCKET_BYTES", 2**16)
+    model = text_model(kind)
+    expected = written(model, tmp_path)
+    sent = list(stored_buckets(staged(model), StoredCheckpoint(model, tmp_path).conversion))
+    found = contents(sent)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    largest = max(tensor.nbytes for tensor in expected.values())
+    assert max(len(bucket.flat) for bucket in sent) <= 2 * 2**16 + largest
+
+
+def test_buckets_of_a_checkpoint_with_the_model_s_own_names_are_sent_as_they_are(tmp_path: Path) -> None:
+    model = text_model("qwen3")
+    written(model, tmp_path)
+    buckets = staged(model)
+    sent = list(stored_buckets(buckets, StoredCheckpoint(model, tmp_path).conversion))
+    assert [one.flat.data_ptr() for one in sent] == [other.flat.data_ptr() for other in buckets]
