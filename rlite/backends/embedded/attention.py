@@ -7,8 +7,8 @@ name, so transformers builds no masks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, groupby
 from typing import Any
@@ -23,15 +23,16 @@ from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
+from rlite.backends.models.mixers import Mixer, Mixing, State, map_outputs
 from rlite.backends.serving.native import decode_attention
 
 ATTENTION = "rlite_slots"
 
 
-class AttentionPlan(ABC):
+class AttentionPlan(Mixing):
     """The attention of one forward pass: the positions that queries see, and the cache rows that keys and values fill.
 
-    All tensors are `[tokens, (kv_)heads, head_dim]`.
+    All tensors are `[tokens, (kv_)heads, head_dim]`. The plan also knows the states from which mixers continue.
     """
 
     cache: SlotCache
@@ -159,6 +160,38 @@ class PrefillPlan(AttentionPlan):
         return torch.cat(outputs)
 
 
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute each chunk from the state in its slot, and leave the state after its last token there.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[1, tokens, width]`.
+
+        Returns:
+            The output of the mixer's module; zeros at padding.
+        """
+        states = self.cache.states
+
+        def compute(chunk: Chunk, part: Tensor) -> Any:
+            slots = slice(chunk.slot, chunk.slot + 1)
+            output, after = mixer.run(part, states.take(mixer.number, slots) if chunk.start else None)
+            states.put(mixer.number, slots, after)
+            return output
+
+        return _mix_chunks(self.chunks, hidden_states, compute)
+
+
+def _mix_chunks(chunks: Sequence[Chunk], hidden_states: Tensor, compute: Callable[[Chunk, Tensor], Any]) -> Any:
+    """Return the joined outputs of `compute` for the tokens of each chunk, with zeros at padding."""
+    outputs = []
+    for chunk, part in zip(chunks, hidden_states.split([c.stop - c.start for c in chunks], dim=1), strict=True):
+        output = compute(chunk, part[:, : len(chunk.tokens)])
+        if padding := chunk.num_padding:
+            output = map_outputs(lambda x, n=padding: torch.cat([x, x.new_zeros(1, n, *x.shape[2:])], dim=1), output)
+        outputs.append(output)
+    return map_outputs(lambda *parts: torch.cat(parts, dim=1), *outputs)
+
+
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
     """Return `causal_attention`, by one kernel for all chunks."""
     mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
@@ -188,15 +221,19 @@ class ScoringPlan(AttentionPlan):
 
     Args:
         chunks: the chunks of one piece.
-        past: keys and values of the prompt that the first chunk continues.
+        before: plan of the earlier piece with the prompt that the first chunk continues, if there is any.
         device: device of the model.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], past: Past, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Chunk], before: ScoringPlan | None, device: torch.device) -> None:
         self._chunks = chunks
-        self._past = past if chunks[0].start else {}
+        is_further = before is not None and chunks[0].start > 0
+        self._past: Past = before.seen if before is not None and is_further else {}
+        self._states: dict[int, State] = before.states if before is not None and is_further else {}
         self.seen: Past = {}
         """keys and values of the last chunk's prompt"""
+        self.states: dict[int, State] = {}
+        """states after the last chunk, by the number of the mixer"""
         self.tokens, self.positions = rows_of(chunks, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -220,6 +257,24 @@ class ScoringPlan(AttentionPlan):
             self.seen[layer] = k, v
             outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
         return torch.cat(outputs)
+
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute the chunks, and keep the state of the last prompt.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[1, tokens, width]`.
+
+        Returns:
+            The output of the mixer's module.
+        """
+
+        def compute(chunk: Chunk, part: Tensor) -> Any:
+            output, self.states[mixer.number] = mixer.run(part, self._states.get(mixer.number) if chunk.start else None)
+            return output
+
+        return _mix_chunks(self._chunks, hidden_states, compute)
 
 
 class NativeDecodePlan(AttentionPlan):
@@ -253,6 +308,26 @@ class NativeDecodePlan(AttentionPlan):
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window or 0)
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute the next token of the first slots.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[rows, 1, width]`.
+
+        Returns:
+            The output of the mixer's module.
+        """
+        return _mix_rows(self.cache, mixer, hidden_states, 0)
+
+
+def _mix_rows(cache: SlotCache, mixer: Mixer, hidden_states: Tensor, first_slot: int) -> Any:
+    """Return the output of a mixer for one token of each slot from the first on, and advance the states of the slots."""
+    slots = slice(first_slot, first_slot + len(hidden_states))
+    output, after = mixer.run(hidden_states, cache.states.take(mixer.number, slots))
+    cache.states.put(mixer.number, slots, after)
+    return output
 
 
 class DecodePlan(AttentionPlan):
@@ -352,6 +427,18 @@ class DecodePlan(AttentionPlan):
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.reshape(query.shape)
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute the next token of the plan's slots.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[rows, 1, width]`.
+
+        Returns:
+            The output of the mixer's module.
+        """
+        return _mix_rows(self.cache, mixer, hidden_states, self._first_slot)
 
     def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex) -> Tensor:
         (num, heads, dim), width = query.shape, index.num_blocks * BLOCK

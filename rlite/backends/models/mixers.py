@@ -247,8 +247,8 @@ class Documents(Mixing):
         for rows in self._groups:
             batch = mixer.run_without_state(pad_sequence([documents[row] for row in rows], batch_first=True))
             for place, row in enumerate(rows):
-                outputs[row] = _map(lambda x, p=place, n=self._lengths[row]: x[p : p + 1, :n], batch)
-        return _map(lambda *parts: torch.cat(parts, dim=1), *outputs)
+                outputs[row] = map_outputs(lambda x, p=place, n=self._lengths[row]: x[p : p + 1, :n], batch)
+        return map_outputs(lambda *parts: torch.cat(parts, dim=1), *outputs)
 
 
 def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -272,10 +272,18 @@ def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
     yield rows
 
 
-def _map(function: Callable[..., Tensor], *outputs: Any) -> Any:
-    """Return `function` of tensors, of tuples of tensors tensor by tensor; None stays None."""
+def map_outputs(function: Callable[..., Tensor], *outputs: Any) -> Any:
+    """Apply a function to the outputs of mixers.
+
+    Args:
+        function: takes a tensor of each output.
+        *outputs: tensors, or tuples of as many tensors.
+
+    Returns:
+        The tensor, or a tuple of tensors; None in place of None.
+    """
     if isinstance(outputs[0], tuple):
-        return tuple(_map(function, *parts) for parts in zip(*outputs, strict=True))
+        return tuple(map_outputs(function, *parts) for parts in zip(*outputs, strict=True))
     return None if outputs[0] is None else function(*outputs)
 
 
