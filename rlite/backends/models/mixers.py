@@ -22,17 +22,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
 from rlite.backends.models.attention import attention
+from rlite.backends.models.linear import with_globals
 
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 """names of a layer's argument for the cache, the newest first (transformers 5.24 renamed the others)"""
@@ -40,6 +42,10 @@ KINDS = ("conv_states", "recurrent_states")
 """states of a cache layer in transformers, each by number"""
 MOST_PADDING = 0.25
 """padding that documents in one call may add to their tokens"""
+
+_STEP = "mamba2_selective_state_update"
+"""name of the function in transformers that computes one token of Mamba-2"""
+NO_LIMITS = (0.0, float("inf"))
 
 State = dict[tuple[str, int], Tensor]
 """what a layer remembers of some sequences, `[sequences, ...]` each, by kind and number"""
@@ -74,6 +80,8 @@ class Mixer:
     config: PreTrainedConfig
     """the model's config, by which transformers makes a cache"""
     cache_argument: str
+    _is_continuing: bool | None = None
+    """whether the module continues from a state with several tokens; None before it was tried"""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module's class does; the module itself calls this mixer.
@@ -128,8 +136,19 @@ class Mixer:
         """
         return self.forward(hidden_states, **{self.cache_argument: None}, **borders)
 
+    @cached_property
+    def _forward_with_state(self) -> Callable[..., Any]:
+        forward = inspect.unwrap(type(self.module).forward)
+        limits = vars(self.module).get("time_step_limit", NO_LIMITS)
+        if limits == NO_LIMITS or _STEP not in forward.__code__.co_names:
+            return partial(type(self.module).forward, self.module)
+        step = partial(_limited_step, forward.__globals__[_STEP], limits)
+        return partial(with_globals(forward, **{_STEP: step}), self.module)
+
     def run(self, hidden_states: Tensor, state: State | None = None) -> tuple[Any, State]:
         """Compute the next tokens of some sequences.
+
+        A module that begins anew at several tokens, whatever the state is, is given one token at a time.
 
         Args:
             hidden_states: equally many tokens of each sequence, without padding, `[sequences, tokens, width]`.
@@ -138,6 +157,26 @@ class Mixer:
         Returns:
             The output of the module, and the state after the tokens.
         """
+        if state is None or hidden_states.shape[1] == 1 or self._continues(hidden_states, state):
+            return self._run(hidden_states, state)
+        outputs = []
+        for token in hidden_states.split(1, dim=1):
+            output, state = self._run(token, state)
+            outputs.append(output)
+        return map_outputs(lambda *parts: torch.cat(parts, dim=1), *outputs), state
+
+    def _continues(self, hidden_states: Tensor, state: State) -> bool:
+        """Return whether the module computes several tokens from a state: if a part of it is NaN, so is the output."""
+        if self._is_continuing is None:
+            self._is_continuing = True
+            for key in state:
+                poisoned = {k: torch.full_like(t[:1], torch.nan) if k == key else t[:1].clone() for k, t in state.items()}
+                output, _ = self._run(hidden_states[:1, :2], poisoned)
+                tensors = output if isinstance(output, tuple) else (output,)
+                self._is_continuing &= any(bool(t.isnan().any()) for t in tensors if t is not None)
+        return self._is_continuing
+
+    def _run(self, hidden_states: Tensor, state: State | None) -> tuple[Any, State]:
         layer = copy.deepcopy(self._fresh_layer)
         for (kind, number), tensor in (state or {}).items():
             getattr(layer, kind)[number] = tensor
@@ -146,9 +185,20 @@ class Mixer:
             if kind == "conv_states":
                 layer.conv_kernel_size[number] = tensor.shape[-1]
         cache = Cache(layers=[layer] * (self.layer_idx + 1))
-        output = self.forward(hidden_states, **{self.cache_argument: cache})
+        output = self._forward_with_state(hidden_states, **{self.cache_argument: cache})
         found = ((kind, number, tensor) for kind in KINDS for number, tensor in getattr(layer, kind).items())
         return output, {(kind, number): tensor for kind, number, tensor in found if tensor is not None}
+
+
+def _limited_step(
+    step: Callable[..., Tensor], limits: tuple[float, float], state: Tensor, x: Tensor, dt: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Return one token of Mamba-2, whose step size is limited as in whole sequences; transformers forgets it."""
+    if (bias := kwargs.pop("dt_bias", None)) is not None:
+        dt = dt + bias.to(dt.dtype)
+    if kwargs.pop("dt_softplus", False):
+        dt = F.softplus(dt)
+    return step(state, x, dt.clamp(*limits), *args, **kwargs)
 
 
 def find_mixers(model: nn.Module) -> list[Mixer]:
