@@ -93,7 +93,8 @@ class Mixer:
         Returns:
             The output of the module.
         """
-        return type(self.module).forward(self.module, *args, **kwargs)
+        with mixing(None):  # which a mixer inside of this one would obey, too
+            return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def name(self) -> str:
@@ -185,7 +186,8 @@ class Mixer:
             if kind == "conv_states":
                 layer.conv_kernel_size[number] = tensor.shape[-1]
         cache = Cache(layers=[layer] * (self.layer_idx + 1))
-        output = self._forward_with_state(hidden_states, **{self.cache_argument: cache})
+        with mixing(None):
+            output = self._forward_with_state(hidden_states, **{self.cache_argument: cache})
         found = ((kind, number, tensor) for kind in KINDS for number, tensor in getattr(layer, kind).items())
         return output, {(kind, number): tensor for kind, number, tensor in found if tensor is not None}
 
