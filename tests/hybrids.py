@@ -46,7 +46,11 @@ LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**DELTA, "partial_rotary_factor": 0.25},
     "olmo_hybrid": {**DELTA, "num_key_value_heads": 4, "linear_num_key_heads": 4},
-    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid": {

@@ -159,7 +159,6 @@ class PrefillPlan(AttentionPlan):
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
-
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute each chunk from the state in its slot, and leave the state after its last token there.
 
@@ -258,7 +257,6 @@ class ScoringPlan(AttentionPlan):
             outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
         return torch.cat(outputs)
 
-
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute the chunks, and keep the state of the last prompt.
 
@@ -323,7 +321,7 @@ class NativeDecodePlan(AttentionPlan):
 
 
 def _mix_rows(cache: SlotCache, mixer: Mixer, hidden_states: Tensor, first_slot: int) -> Any:
-    """Return the output of a mixer for one token of each slot from the first on, and advance the states of the slots."""
+    """Return the output of a mixer for one token of each slot from the first on, and advance the states."""
     slots = slice(first_slot, first_slot + len(hidden_states))
     output, after = mixer.run(hidden_states, cache.states.take(mixer.number, slots))
     cache.states.put(mixer.number, slots, after)

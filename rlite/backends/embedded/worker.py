@@ -31,6 +31,7 @@ from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models import architecture
+from rlite.backends.models.mixers import check_not_split
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampling import RequestRules, length_objection
 from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
@@ -350,6 +351,7 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         architecture.check_gpu_kernels(cls, model.config)
     architecture.check_fit(CheckpointReader(path), names, path, model)
     if tensor_parallel_size > 1:
+        check_not_split(model, f"tensor_parallel_size={tensor_parallel_size}", "tensor_parallel_size=1")
         check_tensor_parallel(model, tensor_parallel_size)
 
 

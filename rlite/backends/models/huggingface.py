@@ -33,7 +33,7 @@ from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.backends.models.mixers import (
     Documents,
     Mixer,
-    carries_state,
+    check_not_split,
     find_mixers,
     install_mixers,
     mixing,
@@ -226,16 +226,12 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def check_parallel(self, size: int) -> None:
         """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
-        if mixers := find_mixers(self):
-            raise ConfigError(f"tp_size={size}: {carries_state(mixers)} that is not split over workers; use tp_size=1")
+        check_not_split(self, f"tp_size={size}", "tp_size=1")
         check_split(self, size)
 
     def check_context_parallel(self, size: int) -> None:
         """Raise ConfigError if the tokens of a sequence cannot be divided over `size` ranks."""
-        if mixers := find_mixers(self):
-            remedy = "use sp_size=1, and gradient_checkpointing=true or shorter sequences if memory is short"
-            problem = f"{carries_state(mixers)} from the first token of a sequence to the last"
-            raise ConfigError(f"sp_size={size}: {problem}, so workers cannot share its tokens; {remedy}")
+        check_not_split(self, f"sp_size={size}", "sp_size=1, and gradient_checkpointing=true if memory is short")
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""

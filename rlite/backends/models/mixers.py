@@ -4,7 +4,7 @@ transformers computes such a layer over a whole row, so the state of a document 
 libraries trained hybrids like this for months, because losses look plausible. Here, the unmodified module is called for
 each document. Documents of similar length share a call, padded at their ends: a causal layer does not look there.
 
-    [1, T, H]  --split at borders, pad-->  [documents, longest, H]  --module-->  [documents, longest, H]  --join-->  [1, T, H]
+    [1, T, H]  --split at borders, pad-->  [documents, longest, H]  --module-->  --join-->  [1, T, H]
 
 Where kernels take the borders of documents (flash-linear-attention, mamba-ssm on GPUs), the whole pack is one call. Not
 every layer hands the borders on to every kernel, so a layer is first tried with two documents.
@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from rlite.backends.models.attention import attention
 from rlite.backends.models.linear import with_globals
+from rlite.errors import ConfigError
 
 CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 """names of a layer's argument for the cache, the newest first (transformers 5.24 renamed the others)"""
@@ -171,7 +171,9 @@ class Mixer:
         if self._is_continuing is None:
             self._is_continuing = True
             for key in state:
-                poisoned = {k: torch.full_like(t[:1], torch.nan) if k == key else t[:1].clone() for k, t in state.items()}
+                poisoned = {
+                    k: torch.full_like(t[:1], torch.nan) if k == key else t[:1].clone() for k, t in state.items()
+                }
                 output, _ = self._run(hidden_states[:1, :2], poisoned)
                 tensors = output if isinstance(output, tuple) else (output,)
                 self._is_continuing &= any(bool(t.isnan().any()) for t in tensors if t is not None)
@@ -193,7 +195,13 @@ class Mixer:
 
 
 def _limited_step(
-    step: Callable[..., Tensor], limits: tuple[float, float], state: Tensor, x: Tensor, dt: Tensor, *args: Any, **kwargs: Any
+    step: Callable[..., Tensor],
+    limits: tuple[float, float],
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
     """Return one token of Mamba-2, whose step size is limited as in whole sequences; transformers forgets it."""
     if (bias := kwargs.pop("dt_bias", None)) is not None:
@@ -203,25 +211,25 @@ def _limited_step(
     return step(state, x, dt.clamp(*limits), *args, **kwargs)
 
 
-def find_mixers(model: nn.Module) -> list[Mixer]:
+def find_mixers(model: Any) -> list[Mixer]:
     """Return the modules of a transformers model that are known to carry a state from token to token.
 
     Such a module has a convolution, knows its layer's number, and takes hidden states and a cache. Whether nothing else
     mixes tokens, and whether the module computes documents and steps as transformers does, is for a check to find out.
     """
-    numbers = count()
-    mixers = []
+    mixers: list[Mixer] = []
     for module in model.modules():
         if isinstance(installed := vars(module).get("forward"), Mixer):
             mixers.append(installed)
-        elif "layer_idx" in vars(module) and any(isinstance(child, nn.Conv1d) for child in module.children()):
-            if (argument := _cache_argument(module)) is not None:
-                mixers.append(Mixer(module, next(numbers), model.config, argument))
+        elif (argument := _cache_argument(module)) is not None:
+            mixers.append(Mixer(module, len(mixers), model.config, argument))
     return mixers
 
 
 def _cache_argument(module: nn.Module) -> str | None:
-    """Return the name of the argument for the cache, None if the module takes other arguments than a known mixer."""
+    """Return the name of the argument for the cache, None if the module is no known mixer."""
+    if "layer_idx" not in vars(module) or not any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return None
     first, *others = inspect.signature(module.forward).parameters.values()
     needed = [p for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names = {p.name for p in others}
@@ -230,7 +238,7 @@ def _cache_argument(module: nn.Module) -> str | None:
     return next(filter(names.__contains__, CACHE_ARGUMENTS), None)
 
 
-def install_mixers(model: nn.Module) -> list[Mixer]:
+def install_mixers(model: Any) -> list[Mixer]:
     """Return the mixers of a model, and make them obey `mixing` from now on; a second call changes nothing."""
     mixers = find_mixers(model)
     for mixer in mixers:
@@ -238,9 +246,20 @@ def install_mixers(model: nn.Module) -> list[Mixer]:
     return mixers
 
 
-def carries_state(mixers: Sequence[Mixer]) -> str:
-    """Return the words "a layer of the model carries a state", with the layer's class, for messages."""
-    return f"a layer of the model ({mixers[0].name}) carries a state"
+def check_not_split(model: Any, asked: str, remedy: str) -> None:
+    """Check that no layer carries a state, for ways to divide a sequence or its layers over workers.
+
+    Args:
+        model: a transformers model, on any device.
+        asked: the option that divides the work.
+        remedy: the options to use instead.
+
+    Raises:
+        ConfigError: a layer carries a state.
+    """
+    if mixers := find_mixers(model):
+        problem = f"{mixers[0].name} carries a state from the first token of a sequence to the last"
+        raise ConfigError(f"{asked}: {problem}, so workers cannot share its work; use {remedy}")
 
 
 @contextmanager

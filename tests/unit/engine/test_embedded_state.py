@@ -116,17 +116,18 @@ def test_an_interrupted_request_resumes_from_its_state_and_new_weights_forget_it
     assert worker._scheduler.num_reused == 44
 
 
-def test_a_stop_string_leaves_a_state_from_which_the_next_turn_continues(folders: dict[str, Path]) -> None:
-    worker = worker_of(folders["lfm2"])
+@pytest.mark.parametrize("is_string", [False, True])
+def test_the_next_turn_continues_the_state_at_a_stop(is_string: bool, folders: dict[str, Path]) -> None:
     prompt = prompts_of(40)[0]
-    free = run(worker_of(folders["lfm2"]), requests_of([prompt], ignore_eos=True))[0]
-    text = worker._rules.tokenizer.decode(free.token_ids[2:4]) if hasattr(worker._rules, "tokenizer") else None
-    requests = requests_of([prompt], stop=[text] if text else None, stop_token_ids=[free.token_ids[3]], ignore_eos=True)
-    made = run(worker, requests)
-    assert len(made[0].token_ids) <= 4
+    free = run(worker_of(folders["lfm2"]), requests_of([prompt], max_new_tokens=30, ignore_eos=True))[0].token_ids
+    index = next(i for i, token in enumerate(free[2:], start=2) if 32 < token < 127 and token not in free[:i])
+    stop = {"stop": [chr(free[index])]} if is_string else {"stop_token_ids": [free[index]]}
+    worker = worker_of(folders["lfm2"])
+    made = run(worker, requests_of([prompt], max_new_tokens=30, ignore_eos=True, **stop), max_steps=30)
+    assert made[0].token_ids == free[: index + 1]
     turn = requests_of([[*prompt, *made[0].token_ids, 20, 21]])
     check("lfm2", turn, run(worker, turn))
-    assert worker._scheduler.num_reused == len(prompt) + len(made[0].token_ids) - 1
+    assert worker._scheduler.num_reused == len(prompt) + index
 
 
 def test_logprobs_of_prompts_in_pieces_continue_the_states_of_their_earlier_pieces(folders: dict[str, Path]) -> None:
@@ -162,7 +163,10 @@ def test_a_deterministic_engine_gives_equal_bits_whatever_else_it_serves(folders
         check(kind, requests, crowd)
         for request in requests:
             alone = run(worker_of(folders[kind], deterministic=True), [request], max_steps=2)[request.request_id]
-            assert (alone.token_ids, alone.logprobs) == (crowd[request.request_id].token_ids, crowd[request.request_id].logprobs)
+            assert (alone.token_ids, alone.logprobs) == (
+                crowd[request.request_id].token_ids,
+                crowd[request.request_id].logprobs,
+            )
 
 
 def test_a_state_is_taken_put_copied_and_dropped_by_slot() -> None:

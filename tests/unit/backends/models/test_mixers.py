@@ -1,4 +1,4 @@
-"""Layers that carry a state compute each document of a pack, and each step, as transformers computes whole sequences."""
+"""Layers that carry a state compute documents of a pack, and steps, as transformers computes whole sequences."""
 
 from __future__ import annotations
 
