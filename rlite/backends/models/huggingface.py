@@ -192,11 +192,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Raises:
             ConfigError: the model is not supported; the message gives the reason.
         """
+        reason = obstacle(self, device_type, torch.float32)
         if mixers := find_mixers(self):
             steps = "in chunks of tokens when it trains, and token by token when it is served"
             reason = f"{mixers[0].name} sums the past {steps}"
-        else:
-            reason = obstacle(self, device_type, torch.float32)
         if reason is None and (rate := self.config.attention_dropout):
             reason = f"the model has attention dropout ({rate})"
         if reason is not None:

@@ -16,6 +16,7 @@ before the call and read after it.
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -242,8 +244,27 @@ def install_mixers(model: Any) -> list[Mixer]:
     """Return the mixers of a model, and make them obey `mixing` from now on; a second call changes nothing."""
     mixers = find_mixers(model)
     for mixer in mixers:
-        mixer.module.forward = mixer  # type: ignore[assignment]
+        mixer.module.forward = mixer
     return mixers
+
+
+def layers_read_raw(model: nn.Module) -> dict[str, str]:
+    """Return the linear layers whose weight a mixer reads without calling the layer, so that adapters would be ignored.
+
+    Args:
+        model: a transformers model, on any device.
+
+    Returns:
+        The class of the mixer by the name of the layer.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if _cache_argument(module) is not None:
+            code = list(dis.get_instructions(inspect.unwrap(type(module).forward)))
+            for layer, attribute in pairwise(step.argval if step.opname == "LOAD_ATTR" else None for step in code):
+                if attribute == "weight" and isinstance(dict(module.named_children()).get(layer), nn.Linear):
+                    found[f"{name}.{layer}"] = type(module).__name__
+    return found
 
 
 def check_not_split(model: Any, asked: str, remedy: str) -> None:

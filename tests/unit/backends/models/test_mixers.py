@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,10 +31,17 @@ from rlite.backends.models.mixers import (
     groups,
     install_mixers,
     keeps_apart,
+    layers_read_raw,
     mixing,
     recompute_alike,
 )
-from tests.hybrids import HYBRIDS, hybrid, hybrid_config
+from rlite.errors import ConfigError
+from rlite.nn import LoraOptions
+from rlite.nn.options import ALL_LINEAR
+from rlite.runtime.parallel.fsdp import replace_parameters
+from rlite.trainer.model.modules import policy_module
+from rlite.trainer.model.options import OptimizerOptions
+from tests.hybrids import HYBRIDS, hybrid, hybrid_config, save_hybrid
 
 LENGTHS = [70, 5, 1, 33]
 """one document is longer than a chunk of 64 tokens, in which gated delta nets are computed"""
@@ -232,3 +240,29 @@ def test_borders_are_handed_over_to_layers_that_obey_them_and_to_no_others(
     torch.testing.assert_close(found, torch.cat([x[:, :5].cumsum(1), x[:, 5:].cumsum(1)], dim=1))
     expected = [((1, 9, 4), ["cu_seq_lens_q", "seq_idx"])] if cls is Sums else [((2, 5, 4), [])]
     assert sums.calls == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba", "falcon_h1", "nemotron_h", "jamba"])
+def test_every_adapter_has_a_gradient_and_layers_that_are_not_called_get_none(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_hybrid(hybrid(kind), tmp_path)
+    options = OptimizerOptions(lr=1e-2, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=10)
+    model = policy_module(folder, options, LoraOptions(rank=2, target_modules=[ALL_LINEAR]))
+    expected = {"jamba": ["dt_proj"], "qwen3_5_text": [], "lfm2": []}.get(kind, ["out_proj"])
+    assert sorted({name.rpartition(".")[2] for name in layers_read_raw(model)}) == expected
+    assert ("no adapters on" in caplog.text) is bool(expected)
+    generator = torch.Generator().manual_seed(0)
+
+    def make(parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.randn(parameter.shape, generator=generator) / 10, parameter.requires_grad)
+
+    replace_parameters(model, make)
+    install_mixers(model)
+    packed_logits(model, documents([9, 4])).square().sum().backward()
+    adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert adapters
+    assert [name for name, p in adapters.items() if p.grad is None or not p.grad.any()] == []
+    if expected:
+        with pytest.raises(ConfigError, match=f"{expected[0]}' would be ignored: .* leave it out"):
+            policy_module(folder, options, LoraOptions(rank=2, target_modules=expected))
