@@ -79,7 +79,7 @@ def build(folders: dict[str, Path]) -> Iterator[Build]:
 
 def descended(kind: str) -> dict[str, Tensor]:
     """Weights after one step on the batch, whose rows the plain model reads one after the other."""
-    model, batch = hybrid(kind, torch.float64), make_batch(LENGTHS)
+    model, batch = hybrid(kind).double(), make_batch(LENGTHS)
     losses = []
     for ids, length in zip(batch["input_ids"], LENGTHS, strict=True):
         if length > 1:
@@ -125,7 +125,8 @@ def test_trained_weights_are_served_with_the_trainer_s_log_probabilities(build: 
 
 def test_adapters_on_the_layers_of_a_mixer_are_trained_alone(folders: dict[str, Path]) -> None:
     lora = LoraOptions(rank=4, target_modules=[ALL_LINEAR])
-    engine = RliteTrainEngine(policy_module(folders["qwen3_5_text"], OptimizerOptions(lr=1e-2), lora))
+    options = OptimizerOptions(lr=1e-2, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=10)
+    engine = RliteTrainEngine(policy_module(folders["qwen3_5_text"], options, lora))
     engine.build(tensor_parallel_size=2, data_parallel_size=1)
     before = engine.state_dict()
     engine.train_batch(make_batch(LENGTHS), token_loss, num_counted)

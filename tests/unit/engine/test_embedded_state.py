@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.state import SlotStates
 from rlite.backends.embedded.worker import EmbeddedWorker, refusal
@@ -120,8 +121,9 @@ def test_an_interrupted_request_resumes_from_its_state_and_new_weights_forget_it
 def test_the_next_turn_continues_the_state_at_a_stop(is_string: bool, folders: dict[str, Path]) -> None:
     prompt = prompts_of(40)[0]
     free = run(worker_of(folders["lfm2"]), requests_of([prompt], max_new_tokens=30, ignore_eos=True))[0].token_ids
-    index = next(i for i, token in enumerate(free[2:], start=2) if 32 < token < 127 and token not in free[:i])
-    stop = {"stop": [chr(free[index])]} if is_string else {"stop_token_ids": [free[index]]}
+    texts = [byte_tokenizer().decode([token]) for token in free]
+    index = next(i for i, text in enumerate(texts[2:], start=2) if text.isascii() and text not in texts[:i])
+    stop = {"stop": [texts[index]]} if is_string else {"stop_token_ids": [free[index]]}
     worker = worker_of(folders["lfm2"])
     made = run(worker, requests_of([prompt], max_new_tokens=30, ignore_eos=True, **stop), max_steps=30)
     assert made[0].token_ids == free[: index + 1]
