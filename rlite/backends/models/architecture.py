@@ -55,7 +55,8 @@ SIZES = {
     r".*(lora_rank|hidden_size_per_layer_input)": HEAD_DIM,
     r"linear_num(_key)?_heads": LINEAR_HEADS,
     r"(mamba_)?expand": EXPANSION,
-    r"mamba_d_ssm": EXPANSION * NUM_HEADS * HEAD_DIM,
+    r"mamba_d_ssm|attention_hidden_size": EXPANSION * NUM_HEADS * HEAD_DIM,
+    r"attention_head_dim": EXPANSION * HEAD_DIM,  # of Zamba, whose attention is wider than the model
     r"mamba_n_heads|n_mamba_heads|mamba_num_heads": EXPANSION * NUM_HEADS,
     r"mamba_d_head|mamba_headdim": HEAD_DIM,
     r"vocab_size.*": VOCABULARY,  # of a smaller model, too: the sequences of a check have ids up to 100

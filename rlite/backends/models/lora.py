@@ -77,9 +77,8 @@ class LoraTrainModule(BaseTrainModule):
         raw = layers_read_raw(self)
         if options.target_modules == [ALL_LINEAR]:
             if raw:
-                endings = sorted({name.rpartition(".")[2] for name in raw})
-                told = f"no adapters on {', '.join(endings)}: {next(iter(raw.values()))} reads weights past the layers"
-                logger.warning(told)
+                layers = ", ".join(sorted({name.rpartition(".")[2] for name in raw}))
+                logger.warning("no adapters on %s: %s reads weights past the layers", layers, next(iter(raw.values())))
             return
         modules = dict(self.named_modules())
         for target in options.target_modules:
@@ -91,7 +90,9 @@ class LoraTrainModule(BaseTrainModule):
             elif isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
                 problem = "is the new head, which is trained as a whole"
             elif reader := next(filter(None, map(raw.get, named)), None):
-                problem = f"would be ignored: {reader} reads the layer's weight and does not call the layer; leave it out"
+                problem = (
+                    f"would be ignored: {reader} reads the layer's weight and does not call the layer; leave it out"
+                )
             elif any(_is_tied(self, layer) for layer in named.values()):
                 problem = "shares its weight with the input embedding, which would have to change with it; leave it out"
             if problem:
