@@ -50,7 +50,7 @@ _STEP = "mamba2_selective_state_update"
 NO_LIMITS = (0.0, float("inf"))
 
 State = dict[tuple[str, int], Tensor]
-"""what a layer remembers of some sequences, `[sequences, ...]` each, by kind and number"""
+"""states of some sequences in one layer, `[sequences, ...]` each, by kind and number"""
 
 
 class Mixing(ABC):
@@ -83,7 +83,7 @@ class Mixer:
     """the model's config, by which transformers makes a cache"""
     cache_argument: str
     _is_continuing: bool | None = None
-    """whether the module continues from a state with several tokens; None before it was tried"""
+    """true if the module continues from a state with several tokens; None before it was tried"""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module's class does; the module itself calls this mixer.
