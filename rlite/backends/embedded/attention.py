@@ -8,7 +8,7 @@ name, so transformers builds no masks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, groupby
 from typing import Any
@@ -169,26 +169,39 @@ class PrefillPlan(AttentionPlan):
         Returns:
             The output of the mixer's module; zeros at padding.
         """
-        states = self.cache.states
+        states, parts = self.cache.states, _split_chunks(self.chunks, hidden_states)
+        outputs: list[Any] = [None] * len(parts)
+        for group in equal_chunks(self.chunks):
+            slots = [slice(self.chunks[i].slot, self.chunks[i].slot + 1) for i in group]
+            before = states.take(mixer.number, slots[0]) if self.chunks[group[0]].start else None
+            batch, after = mixer.run(torch.cat([parts[i] for i in group]), before)
+            for row, (i, slot) in enumerate(zip(group, slots, strict=True)):
+                states.put(mixer.number, slot, {key: tensor[row : row + 1] for key, tensor in after.items()})
+                outputs[i] = map_outputs(lambda x, r=row: x[r : r + 1], batch)
+        return _join_chunks(self.chunks, outputs)
 
-        def compute(chunk: Chunk, part: Tensor) -> Any:
-            slots = slice(chunk.slot, chunk.slot + 1)
-            output, after = mixer.run(part, states.take(mixer.number, slots) if chunk.start else None)
-            states.put(mixer.number, slots, after)
-            return output
 
-        return _mix_chunks(self.chunks, hidden_states, compute)
+def equal_chunks(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Return the indices of chunks that a mixer can compute in one call: beginnings of equal length; others alone."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, chunk in enumerate(chunks):
+        groups.setdefault((len(chunk.tokens), index if chunk.start else -1), []).append(index)
+    return list(groups.values())
 
 
-def _mix_chunks(chunks: Sequence[Chunk], hidden_states: Tensor, compute: Callable[[Chunk, Tensor], Any]) -> Any:
-    """Return the joined outputs of `compute` for the tokens of each chunk, with zeros at padding."""
-    outputs = []
-    for chunk, part in zip(chunks, hidden_states.split([c.stop - c.start for c in chunks], dim=1), strict=True):
-        output = compute(chunk, part[:, : len(chunk.tokens)])
-        if padding := chunk.num_padding:
-            output = map_outputs(lambda x, n=padding: torch.cat([x, x.new_zeros(1, n, *x.shape[2:])], dim=1), output)
-        outputs.append(output)
-    return map_outputs(lambda *parts: torch.cat(parts, dim=1), *outputs)
+def _split_chunks(chunks: Sequence[Chunk], hidden_states: Tensor) -> list[Tensor]:
+    """Return the part `[1, tokens, width]` of each chunk, without padding."""
+    parts = hidden_states.split([c.stop - c.start for c in chunks], dim=1)
+    return [part[:, : len(chunk.tokens)] for chunk, part in zip(chunks, parts, strict=True)]
+
+
+def _join_chunks(chunks: Sequence[Chunk], outputs: Sequence[Any]) -> Any:
+    """Return the outputs of all chunks as one, with zeros at padding."""
+    padded = [
+        map_outputs(lambda x, n=c.num_padding: torch.cat([x, x.new_zeros(1, n, *x.shape[2:])], dim=1) if n else x, out)
+        for c, out in zip(chunks, outputs, strict=True)
+    ]
+    return map_outputs(lambda *parts: torch.cat(parts, dim=1), *padded)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -267,12 +280,12 @@ class ScoringPlan(AttentionPlan):
         Returns:
             The output of the mixer's module.
         """
-
-        def compute(chunk: Chunk, part: Tensor) -> Any:
-            output, self.states[mixer.number] = mixer.run(part, self._states.get(mixer.number) if chunk.start else None)
-            return output
-
-        return _mix_chunks(self._chunks, hidden_states, compute)
+        outputs = []
+        for chunk, part in zip(self._chunks, _split_chunks(self._chunks, hidden_states), strict=True):
+            before = self._states.get(mixer.number) if chunk.start else None
+            output, self.states[mixer.number] = mixer.run(part, before)
+            outputs.append(output)
+        return _join_chunks(self._chunks, outputs)
 
 
 class NativeDecodePlan(AttentionPlan):

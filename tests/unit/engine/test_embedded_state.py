@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.embedded.attention import equal_chunks
 from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.embedded.state import SlotStates
 from rlite.backends.embedded.worker import EmbeddedWorker, refusal
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
@@ -79,6 +81,14 @@ def test_a_crowd_of_siblings_and_others_is_served_as_transformers_computes_it(
     made = run(worker_of(folders[kind], **options), requests)
     check(kind, requests, made)
     assert made[0].token_ids != made[1].token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_equal_length_share_a_call_of_each_mixer(kind: str, folders: dict[str, Path]) -> None:
+    requests = requests_of(prompts_of(20, 7, 20, 20), ignore_eos=True)
+    check(kind, requests, run(worker_of(folders[kind], max_num_seqs=4), requests))
+    fresh = [Chunk(slot, 0, length, [5] * length) for slot, length in enumerate((19, 6, 19))]
+    assert equal_chunks([*fresh, Chunk(3, 19, 38, [5] * 19), Chunk(4, 0, 64, [5] * 19, 45)]) == [[0, 2, 4], [1], [3]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
