@@ -20,6 +20,11 @@ from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.hybrids import hybrid, hybrid_config, save_hybrid
 
 KINDS = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba", "nemotron_h"]
+QUICK = [
+    "qwen3_5_text",
+    "falcon_h1",
+    *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("lfm2", "bamba", "nemotron_h")),
+]
 CPU = torch.device("cpu")
 
 
@@ -69,7 +74,7 @@ def check(kind: str, requests: list[SequenceRequest], made: dict[int, TokenChunk
         torch.testing.assert_close(torch.tensor(chunk.logprobs), expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUICK)
 @pytest.mark.parametrize("options", [{}, {"max_prefill_tokens": 24}], ids=str)
 def test_a_crowd_of_siblings_and_others_is_served_as_transformers_computes_it(
     kind: str, options: dict[str, Any], folders: dict[str, Path]
@@ -83,7 +88,7 @@ def test_a_crowd_of_siblings_and_others_is_served_as_transformers_computes_it(
     assert made[0].token_ids != made[1].token_ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUICK)
 def test_prompts_of_equal_length_share_a_call_of_each_mixer(kind: str, folders: dict[str, Path]) -> None:
     requests = requests_of(prompts_of(20, 7, 20, 20), ignore_eos=True)
     check(kind, requests, run(worker_of(folders[kind], max_num_seqs=4), requests))
@@ -91,7 +96,7 @@ def test_prompts_of_equal_length_share_a_call_of_each_mixer(kind: str, folders: 
     assert equal_chunks([*fresh, Chunk(3, 19, 38, [5] * 19), Chunk(4, 0, 64, [5] * 19, 45)]) == [[0, 2, 4], [1], [3]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUICK)
 def test_turns_continue_a_state_and_a_shorter_prefix_begins_anew(kind: str, folders: dict[str, Path]) -> None:
     worker = worker_of(folders[kind])
     prompt, further = prompts_of(40, 5)
@@ -107,7 +112,7 @@ def test_turns_continue_a_state_and_a_shorter_prefix_begins_anew(kind: str, fold
     assert worker._scheduler.num_reused == before
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUICK)
 def test_an_interrupted_request_resumes_from_its_state_and_new_weights_forget_it(
     kind: str, folders: dict[str, Path]
 ) -> None:
