@@ -43,8 +43,9 @@ themselves. `build` therefore checks a small copy of the model in the driver, be
 of a second. The copy has every kind of layer that the config gives. Modules of one kind have equal types, sizes and
 attributes. If the config does not list the kinds layer by layer, the copy has all layers. `build` raises ConfigError if
 
-- a token reaches other tokens by other means than attention, such as a convolution or a recurrent state. Attention is
-  switched off, and the embeddings of one token are NaN: the NaN must stay at this token.
+- a token reaches other tokens by other means than attention and known mixers. Attention is switched off, each token is
+  a document for the mixers, and the embeddings of one token are NaN: the NaN must stay at this token.
+- a mixer lets documents of a pack reach each other, again found by NaN, or its gradients differ in a pack.
 - the config names a kind of layer that rlite does not know.
 - the logits of a pack differ from those of transformers. They are compared in float64.
 - the log-probabilities of served tokens differ from those of transformers.
@@ -66,6 +67,9 @@ built with `is_decoder=true`.
 - A checkpoint may differ from its class's default config, for instance by a sliding window. `build` checks the
   checkpoint's config.
 - Sliding windows are applied layer by layer as the model's config states, in training and in serving.
+- A *mixer* is a layer that carries a state from token to token: a gated delta net, Kimi delta attention, Mamba or a
+  short convolution. rlite knows it by its parts: a convolution, the number of its layer, hidden states and a cache as
+  arguments. Training computes it for each document of a pack. Serving keeps one state of it for each sequence.
 - If rotary angles depend on the longest sequence (`longrope`, `dynamic`), the length of sequences is limited to the
   range in which the angles are constant.
 

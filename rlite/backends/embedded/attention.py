@@ -7,7 +7,7 @@ name, so transformers builds no masks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, groupby
@@ -23,15 +23,16 @@ from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
+from rlite.backends.models.mixers import Mixer, Mixing, State, map_outputs
 from rlite.backends.serving.native import decode_attention
 
 ATTENTION = "rlite_slots"
 
 
-class AttentionPlan(ABC):
+class AttentionPlan(Mixing):
     """The attention of one forward pass: the positions that queries see, and the cache rows that keys and values fill.
 
-    All tensors are `[tokens, (kv_)heads, head_dim]`.
+    All tensors are `[tokens, (kv_)heads, head_dim]`. The plan also knows the states from which mixers continue.
     """
 
     cache: SlotCache
@@ -158,6 +159,50 @@ class PrefillPlan(AttentionPlan):
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute each chunk from the state in its slot, and leave the state after its last token there.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[1, tokens, width]`.
+
+        Returns:
+            The output of the mixer's module; zeros at padding.
+        """
+        states, parts = self.cache.states, _split_chunks(self.chunks, hidden_states)
+        outputs: list[Any] = [None] * len(parts)
+        for group in equal_chunks(self.chunks):
+            slots = [slice(self.chunks[i].slot, self.chunks[i].slot + 1) for i in group]
+            before = states.take(mixer.number, slots[0]) if self.chunks[group[0]].start else None
+            batch, after = mixer.run(torch.cat([parts[i] for i in group]), before)
+            for row, (i, slot) in enumerate(zip(group, slots, strict=True)):
+                states.put(mixer.number, slot, {key: tensor[row : row + 1] for key, tensor in after.items()})
+                outputs[i] = map_outputs(lambda x, r=row: x[r : r + 1], batch)
+        return _join_chunks(self.chunks, outputs)
+
+
+def equal_chunks(chunks: Sequence[Chunk]) -> list[list[int]]:
+    """Return the indices of chunks that a mixer can compute in one call: beginnings of equal length; others alone."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, chunk in enumerate(chunks):
+        groups.setdefault((len(chunk.tokens), index if chunk.start else -1), []).append(index)
+    return list(groups.values())
+
+
+def _split_chunks(chunks: Sequence[Chunk], hidden_states: Tensor) -> list[Tensor]:
+    """Return the part `[1, tokens, width]` of each chunk, without padding."""
+    parts = hidden_states.split([c.stop - c.start for c in chunks], dim=1)
+    return [part[:, : len(chunk.tokens)] for chunk, part in zip(chunks, parts, strict=True)]
+
+
+def _join_chunks(chunks: Sequence[Chunk], outputs: Sequence[Any]) -> Any:
+    """Return the outputs of all chunks as one, with zeros at padding."""
+    padded = [
+        map_outputs(lambda x, n=c.num_padding: torch.cat([x, x.new_zeros(1, n, *x.shape[2:])], dim=1) if n else x, out)
+        for c, out in zip(chunks, outputs, strict=True)
+    ]
+    return map_outputs(lambda *parts: torch.cat(parts, dim=1), *padded)
+
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
     """Return `causal_attention`, by one kernel for all chunks."""
@@ -188,15 +233,19 @@ class ScoringPlan(AttentionPlan):
 
     Args:
         chunks: the chunks of one piece.
-        past: keys and values of the prompt that the first chunk continues.
+        before: plan of the earlier piece with the prompt that the first chunk continues, if there is any.
         device: device of the model.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], past: Past, device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Chunk], before: ScoringPlan | None, device: torch.device) -> None:
         self._chunks = chunks
-        self._past = past if chunks[0].start else {}
+        is_further = before is not None and chunks[0].start > 0
+        self._past: Past = before.seen if before is not None and is_further else {}
+        self._states: dict[int, State] = before.states if before is not None and is_further else {}
         self.seen: Past = {}
         """keys and values of the last chunk's prompt"""
+        self.states: dict[int, State] = {}
+        """states after the last chunk, by the number of the mixer"""
         self.tokens, self.positions = rows_of(chunks, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -220,6 +269,23 @@ class ScoringPlan(AttentionPlan):
             self.seen[layer] = k, v
             outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
         return torch.cat(outputs)
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute the chunks, and keep the state of the last prompt.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[1, tokens, width]`.
+
+        Returns:
+            The output of the mixer's module.
+        """
+        outputs = []
+        for chunk, part in zip(self._chunks, _split_chunks(self._chunks, hidden_states), strict=True):
+            before = self._states.get(mixer.number) if chunk.start else None
+            output, self.states[mixer.number] = mixer.run(part, before)
+            outputs.append(output)
+        return _join_chunks(self._chunks, outputs)
 
 
 class NativeDecodePlan(AttentionPlan):
@@ -253,6 +319,26 @@ class NativeDecodePlan(AttentionPlan):
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window or 0)
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute the next token of the first slots.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[rows, 1, width]`.
+
+        Returns:
+            The output of the mixer's module.
+        """
+        return _mix_rows(self.cache, mixer, hidden_states, 0)
+
+
+def _mix_rows(cache: SlotCache, mixer: Mixer, hidden_states: Tensor, first_slot: int) -> Any:
+    """Return the output of a mixer for one token of each slot from the first on, and advance the states."""
+    slots = slice(first_slot, first_slot + len(hidden_states))
+    output, after = mixer.run(hidden_states, cache.states.take(mixer.number, slots))
+    cache.states.put(mixer.number, slots, after)
+    return output
 
 
 class DecodePlan(AttentionPlan):
@@ -352,6 +438,18 @@ class DecodePlan(AttentionPlan):
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.reshape(query.shape)
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute the next token of the plan's slots.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[rows, 1, width]`.
+
+        Returns:
+            The output of the mixer's module.
+        """
+        return _mix_rows(self.cache, mixer, hidden_states, self._first_slot)
 
     def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex) -> Tensor:
         (num, heads, dim), width = query.shape, index.num_blocks * BLOCK

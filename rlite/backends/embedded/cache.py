@@ -6,8 +6,10 @@ The module also holds the options of the embedded executor.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rlite.backends.embedded.scheduler import Move
+from rlite.backends.embedded.state import SlotStates, state_bytes
 from rlite.backends.models.architecture import rope_limit
 from rlite.backends.models.batch_invariant import BLOCK
+from rlite.backends.models.mixers import State
 from rlite.config import Count
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
@@ -47,6 +51,7 @@ CONTEXT_LIMIT = 4096
 """upper bound of the default max_model_len, because every slot has room for the longest sequence"""
 DECODE_ROWS = 16
 """slots of a decode step of fixed shape"""
+NO_STATE: Mapping[int, State] = MappingProxyType({})
 GATHER_INDEX_BYTES = 64 << 20
 """bytes for cached row indices of slot groups; beyond it they are forgotten"""
 
@@ -97,6 +102,8 @@ class CacheSizes:
     """dtype of keys and values"""
     tp_size: int
     """number of ranks that share the heads"""
+    state: Mapping[int, State] = field(default_factory=dict)
+    """recurrent state of one sequence, by the number of the mixer; empty if the model has none"""
 
     @cached_property
     def max_model_len(self) -> int:
@@ -136,7 +143,7 @@ class CacheSizes:
         if device.type != "cuda":
             return options.max_num_seqs
         layers, spare, _, heads, length, dim = self.cache_shape(1)
-        per_slot = 2 * layers * heads * length * dim * self.dtype.itemsize
+        per_slot = 2 * layers * heads * length * dim * self.dtype.itemsize + state_bytes(self.state)
         give_back_cached_memory()  # the driver counts it as taken
         free, total = torch.cuda.mem_get_info(device)
         budget = total * options.gpu_memory_utilization - (total - free) - (spare - 1) * per_slot
@@ -166,9 +173,13 @@ class SlotCache:
         shape: sizes of the cache.
         dtype: dtype of keys and values.
         device: device of the memory.
+        state: recurrent state of one sequence, by the number of the mixer.
     """
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: CacheShape, dtype: torch.dtype, device: torch.device, state: Mapping[int, State] = NO_STATE
+    ) -> None:
+        self.states = SlotStates(state, shape.num_slots)
         # torch has the weighted sum of rows as a fast kernel where it has fbgemm
         has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         self.is_blocked = has_fbgemm and device.type == "cpu" and dtype == torch.float32
@@ -190,8 +201,8 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of keys and values in bytes."""
-        return self.keys.nbytes + self.values.nbytes
+        """Size of keys, values and recurrent states in bytes."""
+        return self.keys.nbytes + self.values.nbytes + self.states.nbytes
 
     def targets(self, slots: Tensor, positions: Tensor) -> Targets:
         """Return the row indices of tokens at (slot, position). Both arguments are `[tokens]`."""
@@ -280,6 +291,7 @@ class SlotCache:
         """Write zeros into a slot that may hold non-finite values, before another sequence uses it."""
         self.keys[:, slot] = 0
         self.values[:, slot] = 0
+        self.states.drop(slot)
 
     def apply(self, moves: list[Move]) -> None:
         """Copy slots, one move after the other."""
@@ -287,6 +299,7 @@ class SlotCache:
             blocks = -(-move.length // BLOCK) if self.is_blocked else move.length
             for storage, stop in ((self.keys, blocks), (self.values, move.length)):
                 storage[:, move.target, :, :stop] = storage[:, move.source, :, :stop]
+            self.states.copy(move.source, move.target)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,9 +20,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
 from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
+from rlite.backends.models.mixers import State, install_mixers, mixing
 from rlite.backends.models.stored import StoredCheckpoint, buffer_shards, own_shapes, stored_buffers
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
@@ -191,7 +193,8 @@ def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
 
 
 def _run(model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
-    return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+    with mixing(plan):
+        return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
 
 
 class _Place(NamedTuple):
@@ -242,6 +245,8 @@ class ShardedModel:
         self.config: PreTrainedConfig = model.config
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
+        self.has_state = bool(install_mixers(model))
+        """true if sequences have a recurrent state beside keys and values"""
         plan = TensorParallelPlan(model, tp_group)
         self.tp_size = plan.world_size
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
@@ -301,6 +306,14 @@ class ShardedModel:
         if self._lean is not None:
             return self._lean.logits(plan.tokens, plan.positions, plan)
         return _run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
+
+    def state_of_one(self) -> dict[int, State]:
+        """Return the recurrent state of one sequence, by the number of the mixer, as the mixers make it."""
+        plan = ScoringPlan([Chunk(slot=0, start=0, stop=1, tokens=[0])], None, self.device)
+        if self.has_state:
+            with torch.inference_mode():
+                self.prompt_logits(plan)
+        return plan.states
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.

@@ -259,12 +259,12 @@ class ForwardPasses:
         sequences, device = self.scheduler.running, self.weights.device
         gconfigs = [s.request.gconfig for s in sequences]
         steps = self.scheduler.burst(max_steps)
-        if any(g.stop for g in gconfigs):
-            steps = min(steps, STOP_STRING_STEPS)
+        if any(g.stop for g in gconfigs):  # a recurrent state cannot go back behind a stop
+            steps = min(steps, 1 if self.weights.has_state else STOP_STRING_STEPS)
         batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=device)
         batch = batch_of([s.sampling for s in sequences])
         alone = [batch_of([s.sampling]) for s in sequences] if self.options.deterministic else []
-        watched = batch.stop_ids if device.type == "cpu" else None
+        watched = batch.stop_ids if device.type == "cpu" or self.weights.has_state else None
         if batch.stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
         lengths = [len(s.tokens) for s in sequences]
@@ -328,6 +328,9 @@ class ForwardPasses:
     def _steps_of(self, cache: SlotCache, lengths: list[int], positions: Tensor) -> Steps:
         """Return the steps of a burst."""
         weights = self.weights
+        for slot, length in enumerate(lengths):
+            if length == 1:  # nothing was prefilled
+                cache.states.drop(slot)
         if self.graphs is not None:
             graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)

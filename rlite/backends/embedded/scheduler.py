@@ -58,6 +58,8 @@ class RunningSequence:
     """ids among which each token was sampled that is not reported yet"""
     has_failed: bool = False
     """true if keys or values of the sequence are not finite"""
+    is_ahead: bool = False
+    """true if the slot also holds tokens that were cut off: keys and values are ignored, a recurrent state is not"""
     prompt_key: bytes = field(init=False)
     """equal for sequences of equal prompts"""
 
@@ -74,11 +76,6 @@ class RunningSequence:
     def has_kept_ids(self) -> bool:
         """True if the request asks for kept ids."""
         return "kept_ids" in self.request.extras
-
-    @property
-    def cached_tokens(self) -> list[int]:
-        """The leading tokens whose keys and values later sequences may continue."""
-        return [] if self.has_failed else self.tokens[: self.num_cached]
 
     @property
     def sampling(self) -> Sampling:
@@ -123,10 +120,11 @@ class KeptCaches:
 
     Args:
         num_slots: number of slots; 0 keeps nothing.
+        has_state: the slots also hold recurrent states, so that a cache is continued from its end, not from its middle.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+    def __init__(self, num_slots: int, has_state: bool = False) -> None:
+        self._num_slots, self._has_state = num_slots, has_state
         self._slots: dict[int, _Kept] = {}
         self._clock = count()
 
@@ -192,7 +190,7 @@ class KeptCaches:
             if length >= least and kept.tokens[0] == tokens[0]:
                 differs = kept.tokens[:length] != tokens[:length]
                 num_shared = int(differs.argmax()) if differs.any() else length
-                if num_shared >= least:
+                if num_shared >= least and (num_shared == len(kept.tokens) or not self._has_state):
                     least, best = num_shared + 1, slot
         return best, 0 if best is None else least - 1
 
@@ -222,13 +220,18 @@ class Scheduler:
         num_slots: number of slots.
         max_prefill_tokens: number of tokens of one prefill forward.
         keeps_caches: later sequences may continue from the cache of sequences that have ended.
+        has_state: the slots also hold recurrent states. A state belongs to all tokens that were computed, so siblings
+            copy it when exactly their prompt is prefilled.
     """
 
-    def __init__(self, num_slots: int, max_prefill_tokens: int, keeps_caches: bool = True) -> None:
+    def __init__(
+        self, num_slots: int, max_prefill_tokens: int, keeps_caches: bool = True, has_state: bool = False
+    ) -> None:
         self.num_slots, self.max_prefill_tokens = num_slots, max_prefill_tokens
+        self._keeps_caches, self._has_state = keeps_caches, has_state
         self.num_reused = 0
         """number of tokens that were not prefilled again"""
-        self._kept = KeptCaches(num_slots if keeps_caches else 0)
+        self._kept = KeptCaches(num_slots if keeps_caches else 0, has_state)
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self._ended: list[tuple[RunningSequence, StopReason]] = []
@@ -266,19 +269,21 @@ class Scheduler:
         todo = [sequence for sequence in self.running if not sequence.is_prefilled]
         if not todo:
             return moves, chunks
-        owners = {sequence.prompt_key: sequence for sequence in reversed(self.running) if sequence.is_prefilled}
+        owners = {s.prompt_key: s for s in reversed(self.running) if self._has_prompt(s)}
         budget = self.max_prefill_tokens
         # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
         for sequence in sorted(todo, key=lambda s: -s.num_cached):
-            shared = sequence.prompt_len - 1
-            if sequence.num_cached < shared:
+            shared = 0 if self._has_state and not self._keeps_caches else sequence.prompt_len - 1
+            if is_in_prompt := sequence.num_cached < shared:
                 owner = owners.setdefault(sequence.prompt_key, sequence)
                 if owner is not sequence:
                     if owner.num_cached < shared:
                         continue
                     moves.append(Move(owner.slot, sequence.slot, shared))
-                    sequence.num_cached = shared
+                    sequence.num_cached, is_in_prompt = shared, False
             start, end = sequence.num_cached, len(sequence.tokens) - 1
+            if self._has_state and is_in_prompt:
+                end = shared  # where siblings copy the state
             if budget < end - start <= self.max_prefill_tokens:
                 continue  # the next forward holds it whole
             stop = min(end, start + budget)
@@ -289,6 +294,10 @@ class Scheduler:
         for chunk in chunks:
             self.running[chunk.slot].num_cached = chunk.stop
         return moves, chunks
+
+    def _has_prompt(self, sequence: RunningSequence) -> bool:
+        """Return whether siblings can copy the prompt of a running sequence."""
+        return sequence.num_cached == sequence.prompt_len - 1 if self._has_state else sequence.is_prefilled
 
     def burst(self, max_steps: int) -> int:
         """Return the number of decode steps before the batch, or the tokens that a row may sample, can change.
@@ -331,7 +340,7 @@ class Scheduler:
             if sequence.request.gconfig.stop and (length := find_stop(sequence, start)) is not None:
                 num, reason = length - start, "stop"
                 del sequence.tokens[length:]
-            sequence.num_cached = len(sequence.tokens) - 1
+            sequence.num_cached, sequence.is_ahead = len(sequence.tokens) - 1, num < len(made)
             sequence.logprobs += logprobs[row][:num]
             sequence.sampling_logprobs += sampling_logprobs[row][:num]
             if sequence.has_kept_ids:
@@ -368,6 +377,11 @@ class Scheduler:
         chunks += [_report(s, version, None) for s in self.running if len(s.tokens) > s.num_reported]
         return chunks
 
+    def _cached_tokens(self, sequence: RunningSequence) -> list[int]:
+        """Return the leading tokens whose cache later sequences may continue."""
+        is_lost = sequence.has_failed or (sequence.is_ahead and self._has_state)
+        return [] if is_lost else sequence.tokens[: sequence.num_cached]
+
     def _remove(self, finished: list[tuple[RunningSequence, StopReason]]) -> list[Move]:
         self._ended += finished
         gone = {sequence.slot: sequence for sequence, _ in finished}
@@ -375,11 +389,11 @@ class Scheduler:
         for slot in sorted(gone):
             while self.running and (ended := gone.pop(self.running[-1].slot, None)) is not None:
                 self.running.pop()
-                self._kept.keep(ended.cached_tokens, ended.slot, ended.slot)
+                self._kept.keep(self._cached_tokens(ended), ended.slot, ended.slot)
             if slot not in gone:
                 break
             last, ended = self.running.pop(), gone.pop(slot)
-            moves += self._kept.keep(ended.cached_tokens, slot, last.slot + 1)
+            moves += self._kept.keep(self._cached_tokens(ended), slot, last.slot + 1)
             moves.append(Move(last.slot, slot, last.num_cached))
             last.slot = slot
             self.running[slot] = last

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlite.backends.embedded.attention import Past, ScoringPlan
+from rlite.backends.embedded.attention import ScoringPlan
 from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models import architecture
+from rlite.backends.models.mixers import check_not_split
 from rlite.backends.models.stored import StoredCheckpoint
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampler import RequestRules, length_objection
@@ -70,9 +72,9 @@ def prompt_logprobs(
     vocab_size = weights.config.get_text_config().vocab_size
     max_tokens = max(1, min(max_tokens, LOGITS_BYTES // (4 * vocab_size)))
     results = [PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[]) for _ in prompts]
-    past: Past = {}
+    plan: ScoringPlan | None = None
     for piece in pieces(prompts, max_tokens, is_alone):
-        plan = ScoringPlan(piece, past, weights.device)
+        plan = ScoringPlan(piece, plan, weights.device)
         labels = torch.tensor([token for c in piece for token in prompts[c.slot][c.start + 1 : c.stop + 1]])
         columns = _columns(weights.prompt_logits(plan), labels.to(weights.device), num_top)
         owners = [results[c.slot] for c in piece for _ in c.tokens]
@@ -80,7 +82,6 @@ def prompt_logprobs(
             owner.logprobs.append(logprob)
             owner.top_ids.append(top_ids)
             owner.top_logprobs.append(top_logprobs)
-        past = plan.seen
     for index, result in enumerate(results):
         if not all(map(math.isfinite, result.logprobs)):
             raise NonFiniteError(f"prompt {index}: its logits are not finite in {weights.dtype}")
@@ -149,16 +150,18 @@ class EmbeddedWorker:
         self._are_weights_here = False
         self._cache: SlotCache | None = None
         self.load_weights()
+        self._plan = replace(self._plan, state=weights.state_of_one())
         self._num_slots = self._plan.affordable_slots(device, group)
         has_tiles = options.deterministic and not weights.is_invariant
         # fixed shapes cut prompts at fixed places, not where a forward happens to be full
         most = self.max_model_len * self._num_slots if has_tiles else options.max_prefill_tokens
         # in tiles, a cache that decode steps wrote differs from one that prefill writes, in its last bits
-        self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles)
+        self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles, has_state=weights.has_state)
         self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
         # some rotary embeddings depend on the longest position, so their steps run different kernels
         is_fixed = group is None and not options.deterministic and architecture.rope_limit(config) is None
+        is_fixed = is_fixed and not weights.has_state
         is_recorded = options.cuda_graphs and device.type == "cuda" and is_fixed
         self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(device)) if is_recorded else None
         default = "" if options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
@@ -170,6 +173,11 @@ class EmbeddedWorker:
             check_rows(weights, self._serving_cache())
 
     # --- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_state(self) -> bool:
+        """True if sequences have a recurrent state beside keys and values."""
+        return self._weights.has_state
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
@@ -273,7 +281,8 @@ class EmbeddedWorker:
             self._weights.allocate()
             self._are_weights_here = True
         if what in ("all", "kv_cache") and self._cache is None:
-            self._cache = SlotCache(self._plan.cache_shape(self._num_slots), self._weights.dtype, self.device)
+            shape = self._plan.cache_shape(self._num_slots)
+            self._cache = SlotCache(shape, self._weights.dtype, self.device, self._plan.state)
 
     def to_cpu(self) -> None:
         """Move weights to host memory and free the KV cache. Running requests recompute their cache later."""
@@ -345,6 +354,7 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
         architecture.check_container(config)
     architecture.check_fit(reader, path, model)
     if tensor_parallel_size > 1:
+        check_not_split(model, f"tensor_parallel_size={tensor_parallel_size}", "tensor_parallel_size=1")
         check_tensor_parallel(model, tensor_parallel_size)
 
 
@@ -378,25 +388,43 @@ def largest_error(model: PreTrainedModel, folder: str) -> float:
     Raises:
         ConfigError: the worker answers a request with an error.
     """
-    prompts = [ids.tolist() for ids in architecture.sequences()]
-    length = max(map(len, prompts)) + NUM_NEW + 1
+    first, second, third = (ids.tolist() for ids in architecture.sequences())
+    prompts, turn = [first, second, third], [*first, *second] * 2
+    length = len(turn) + len(first) + 2 * NUM_NEW
     # prompts are cut into several prefills, one of which begins amid a prompt
-    options = EmbeddedOptions(max_model_len=length, max_num_seqs=len(prompts), max_prefill_tokens=length // 2)
+    options = EmbeddedOptions(max_model_len=length, max_num_seqs=len(prompts), max_prefill_tokens=len(second) // 2)
     worker = EmbeddedWorker(folder, options, torch.device("cpu"))
+    errors, made = _errors(worker, model, prompts)
+    if worker.has_state:  # siblings copy a state, the next turns continue from it
+        further, made = _errors(worker, model, [turn, turn])
+        errors += further + _errors(worker, model, [[*turn, *tokens, *first] for tokens in made])[0]
+    return max(errors)
+
+
+def _errors(
+    worker: EmbeddedWorker, model: PreTrainedModel, prompts: list[list[int]]
+) -> tuple[list[float], list[list[int]]]:
+    """Return the largest error of each answer to prompts, and the answers' tokens.
+
+    Raises:
+        ConfigError: the worker answers a request with an error.
+    """
     # a temperature at which every token is likely: in a peaked distribution, wrong logits give the same log-probability
     temperature = float(architecture.alone(model).std())
     gconfig = GenerationHyperparameters(max_new_tokens=NUM_NEW, temperature=temperature, ignore_eos=True)
     requests = [SequenceRequest(request_id=i, input_ids=ids, gconfig=gconfig, seed=i) for i, ids in enumerate(prompts)]
-    errors = []
+    errors: list[float] = [0.0] * len(prompts)
+    made: list[list[int]] = [[]] * len(prompts)
     for chunk in worker.advance(requests, [], NUM_NEW):
         if chunk.error is not None:
             raise ConfigError(chunk.error)
         prompt = prompts[chunk.request_id]
         logits = model(input_ids=torch.tensor([[*prompt, *chunk.token_ids]]), use_cache=False).logits[0] / temperature
         expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
-        made = expected.gather(1, torch.tensor(chunk.token_ids)[:, None])[:, 0]
-        errors.append((made - torch.tensor(chunk.logprobs)).abs())
-    return float(torch.cat(errors).max().nan_to_num(nan=float("inf")))
+        chosen = expected.gather(1, torch.tensor(chunk.token_ids)[:, None])[:, 0]
+        error = (chosen - torch.tensor(chunk.logprobs)).abs().max().nan_to_num(nan=float("inf"))
+        errors[chunk.request_id], made[chunk.request_id] = float(error), chunk.token_ids
+    return errors, made
 
 
 def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, executor_size: int) -> EmbeddedWorker:

@@ -490,6 +490,8 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
             check_fit(reader, source, module)
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
+    if options.sp_size > 1 and isinstance(module, HuggingFaceFsdp2TrainModule):
+        module.check_context_parallel(options.sp_size)
     if options.deterministic:
         module.check_deterministic(current_session().device)
     if options.use_liger_kernel:

@@ -30,6 +30,7 @@ from transformers import (
 
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
 from rlite.backends.models.expressions import Shape
+from rlite.backends.models.mixers import Documents, Mixer, find_mixers, install_mixers, mixing
 from rlite.backends.models.stored import (
     REBUILT,
     StoredCheckpoint,
@@ -55,12 +56,23 @@ SPECIAL_IDS = 16
 CONTEXT = 64
 """length from which rotary embeddings depend on the length"""
 
+LINEAR_HEADS = 2
+"""key heads of gated delta nets"""
+EXPANSION = 2
+"""width of a Mamba layer, in widths of the model; its heads are as wide as those of attention"""
+
 SIZES = {
     r"d_model|hidden_size|n_embd|word_embed_proj_dim|(input_|output_)?embedding_size": NUM_HEADS * HEAD_DIM,
     r"n_head|(decoder|encoder|num)_attention_heads": NUM_HEADS,
     r"qk_head_dim": HEAD_DIM + ROPE_HEAD_DIM,
     r"rotary_dim|(?!.*nope).*rope_head_dim.*": ROPE_HEAD_DIM,
     r".*(lora_rank|hidden_size_per_layer_input)": HEAD_DIM,
+    r"linear_num(_key)?_heads": LINEAR_HEADS,
+    r"(mamba_)?expand": EXPANSION,
+    r"mamba_d_ssm|attention_hidden_size": EXPANSION * NUM_HEADS * HEAD_DIM,
+    r"attention_head_dim": EXPANSION * HEAD_DIM,  # of Zamba, whose attention is wider than the model
+    r"mamba_n_heads|n_mamba_heads|mamba_num_heads": EXPANSION * NUM_HEADS,
+    r"mamba_d_head|mamba_headdim": HEAD_DIM,
     r"vocab_size.*": VOCABULARY,  # of a smaller model, too: the sequences of a check have ids up to 100
 }
 """sizes by the pattern of their names"""
@@ -68,6 +80,8 @@ MOST = {
     r"max_position_embeddings|n_ctx|n_positions": 16 * CONTEXT,
     r"d_ff|n_inner|.*(intermediate|ffn).*": 6 * HEAD_DIM,
     r"(?!.*(layers|pattern)).*window.*|.*chunk_size.*": WINDOW,
+    r"(mamba_)?n_?groups": 2,
+    r"(mamba_)?d_state|(ssm_)?state_size": HEAD_DIM,
 }
 """largest values by the pattern of their names"""
 KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
@@ -91,10 +105,12 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(0)
         model = cls._from_config(miniature_config(config), dtype=torch.float32)
+        # embeddings outweigh what layers add, where a state amplifies the rounding of one layer in the next
+        scale = 8.0 if find_mixers(model) else 0.5
         with torch.no_grad():
             for module in model.modules():
                 for parameter in module.parameters(recurse=False):
-                    _randomise(module, parameter)
+                    _randomise(module, parameter, scale)
     return model.eval()
 
 
@@ -160,6 +176,12 @@ def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
     for pattern, size in SIZES.items():
         if re.fullmatch(pattern, name):
             return size
+    if name == "num_heads" and "expand" in config:  # of Mamba-2 alone
+        return EXPANSION * NUM_HEADS
+    if name == "linear_num_value_heads":  # as many for each key head as in the large model
+        return LINEAR_HEADS * max(1, value // (config.get("linear_num_key_heads") or value))
+    if name == "linear_value_head_dim":
+        return HEAD_DIM * (1 + (value > config.get("linear_key_head_dim", value)))
     if "head_dim" in name:
         return HEAD_DIM * (1 + (value > (config.get("head_dim") or value)))  # those of some layers may be larger
     return min([value, *(most for pattern, most in MOST.items() if re.fullmatch(pattern, name))])
@@ -187,10 +209,10 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """rotary embeddings whose angles change when the longest sequence of a forward passes a length"""
 
 
-def _randomise(module: nn.Module, parameter: nn.Parameter) -> None:
+def _randomise(module: nn.Module, parameter: nn.Parameter, embedding_scale: float) -> None:
     noise = torch.randn(parameter.shape)
     if isinstance(module, nn.Embedding):
-        parameter.copy_(noise / 2)
+        parameter.copy_(noise * embedding_scale)
     elif parameter.dim() > 1:
         parameter.copy_(noise * parameter.shape[-1] ** -0.5)
     else:
@@ -203,13 +225,16 @@ TOLERANCE = 1e-4
 """largest difference of two logits in float32, in standard deviations of all logits; rounding gives 1e-6"""
 EXACT_TOLERANCE = 1e-9
 """the same in float64, where rounding gives 1e-15"""
+STATE_TOLERANCE = 1e-6
+"""the same in float64 for models with mixers, of which some compute their state in float32"""
 MAX_FLASH_WIDTH = 256
 """widest head of torch's flash attention"""
 EXPERTS = re.compile(r"expert|moe|(^|\.)router(_gate)?\.", re.IGNORECASE)
 """parts of parameter names that only mixtures of experts have"""
 OWN_TOKEN = "rlite_own_token"
 """attention in which a token sees itself alone"""
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
+"""kinds of layers, besides those of layers with a mixer"""
 REMEDY = "Use another model; docs/architectures.md lists the classes that work"
 
 
@@ -292,16 +317,17 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
         model = miniature(cls, config)
         if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
             return reason
-        expected, tolerance = _expected(model)
+        mixers = install_mixers(model)
+        expected, tolerance = _expected(model, bool(mixers))
     except Exception as error:  # of any kind: the class's own code
-        return _state(cls) or f"cannot be checked: a small copy of it fails with {summary(error)}"
+        return f"cannot be checked: a small copy of it fails with {summary(error)}"
     fault = "mixes tokens by other means than attention"
     try:
         if not mixes_tokens(model):
-            if unknown := _unknown_layers(model.config):
+            if unknown := _unknown_layers(model):
                 return f"has layers of kind {unknown}, which rlite does not know"
             if difference(expected, packed(model)) <= tolerance:
-                return _renamed(model)
+                return _leak(model, mixers) or _renamed(model)
             fault = "computes masks or positions itself"
     except StorageError:  # says nothing of the class
         raise
@@ -310,10 +336,10 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     return _why(model, expected) or fault
 
 
-def _expected(model: PreTrainedModel) -> tuple[Tensor, float]:
+def _expected(model: PreTrainedModel, has_mixers: bool) -> tuple[Tensor, float]:
     """Return transformers' outputs and the tolerance: in float64, or in float32 if the class cannot compute in it."""
     try:
-        return alone(model.double()), EXACT_TOLERANCE
+        return alone(model.double()), STATE_TOLERANCE if has_mixers else EXACT_TOLERANCE
     except Exception:  # of any kind: the class's own code
         return alone(model.float()), TOLERANCE
 
@@ -369,16 +395,17 @@ def _container_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> 
     return None if is_equal else "changes the logits of its text model"
 
 
-def _state(cls: type[PreTrainedModel]) -> str | None:
+def _state(model: PreTrainedModel) -> str | None:
+    """Return a text about a recurrent state in modules of an unknown kind, if the class keeps any."""
     reason = "keeps a recurrent state, which would run on from one sequence of a pack into the next"
-    return reason if cls._is_stateful else None
+    return reason if model._is_stateful and not find_mixers(model) else None
 
 
 def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
     """Return the property of the class that explains a difference, if it is a known one."""
-    if unknown := _unknown_layers(model.config):
+    if unknown := _unknown_layers(model):
         return f"has layers of kind {unknown}, which mix tokens by other means than attention"
-    if (reason := _state(type(model))) is not None:
+    if (reason := _state(model)) is not None:
         return reason
     shorter = outputs_of(model, {"input_ids": sequences()[1][None, :-1]})
     if difference(expected[LENGTHS[0] :][: len(shorter)], shorter) > TOLERANCE:
@@ -388,10 +415,45 @@ def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
     return None
 
 
-def _unknown_layers(config: PreTrainedConfig) -> str:
-    """Return the kinds of layers that rlite does not know, as the config names them."""
-    kinds = set(vars(config.get_text_config()).get("layer_types") or ())
-    return ", ".join(sorted(kinds - KNOWN_LAYERS))
+def _unknown_layers(model: PreTrainedModel) -> str:
+    """Return the kinds of layers that rlite does not know, as the config names them.
+
+    The kind of a layer with a mixer is known, because the module is what computes, whatever the config calls it.
+    """
+    kinds: Any = getattr(model.config.get_text_config(), "layer_types", None) or ()  # of some configs a property
+    mixed = {mixer.layer_idx for mixer in find_mixers(model)}
+    return ", ".join(sorted({kind for layer, kind in enumerate(kinds) if layer not in mixed} - KNOWN_LAYERS))
+
+
+def _leak(model: PreTrainedModel, mixers: list[Mixer]) -> str | None:
+    """Return how the documents of a pack reach each other through mixers, None if they do not.
+
+    The embeddings of one document are NaN, so that no tolerance is involved. Gradients are compared, too.
+    """
+    if not mixers:
+        return None
+    start, stop = LENGTHS[0], LENGTHS[0] + LENGTHS[1]
+    poisoned = torch.arange(sum(LENGTHS))
+    poisoned = (poisoned >= start) & (poisoned < stop)
+    if not torch.equal(_reached(model, poisoned, lambda: packed(model)), poisoned):
+        return f"mixes the documents of a pack in {mixers[0].name}"
+    found, expected = (_gradients(model, outputs) for outputs in (packed, alone))
+    scales = {name: grad.abs().max().clamp(min=torch.finfo(grad.dtype).eps) for name, grad in expected.items()}
+    errors = {name: float((found[name] - grad).abs().max() / scales[name]) for name, grad in expected.items()}
+    wrong = next((name for name, error in errors.items() if not error <= TOLERANCE), None)
+    return wrong and f"computes another gradient of {wrong} in a pack"
+
+
+@torch.enable_grad()
+def _gradients(model: PreTrainedModel, outputs: Callable[[PreTrainedModel], Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of a sum of the outputs, each output with a weight of its own."""
+    found = outputs(model)
+    weights = torch.arange(found.numel(), dtype=found.dtype, device="cpu").sin().view_as(found)
+    (found * weights).sum().backward()
+    parameters = dict(model.named_parameters())
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    model.zero_grad()
+    return gradients
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:
@@ -423,24 +485,30 @@ def outputs_of(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 
 
 def mixes_tokens(model: PreTrainedModel) -> bool:
-    """Return true if a token reaches others by other means than attention: a convolution, a recurrent state.
+    """Return true if a token reaches others by other means than attention and known mixers.
 
-    Attention returns the value of each token for itself, and the embeddings of one token are NaN. Whatever is computed
-    from a NaN is NaN, so that no tolerance is involved.
+    Attention returns the value of each token for itself, a known mixer computes each token as a document, and the
+    embeddings of one token are NaN. Whatever is computed from a NaN is NaN, so that no tolerance is involved.
     """
     ids = sequences()[1]
-    poisoned = len(ids) // 2
+    poisoned = torch.arange(len(ids)) == len(ids) // 2
+    with attention(model.config, OWN_TOKEN), mixing(Documents([1] * len(ids))):
+        reached = _reached(model, poisoned, lambda: outputs_of(model, {"input_ids": ids[None]}))
+    return not torch.equal(reached, poisoned)
+
+
+def _reached(model: PreTrainedModel, poisoned: Tensor, outputs: Callable[[], Tensor]) -> Tensor:
+    """Return the tokens with an output that is NaN, bool [T], if the embeddings of some tokens are NaN."""
 
     def poison(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        places = torch.arange(len(ids)) == poisoned
-        return output.masked_fill(places[:, None], torch.nan) if output.shape[-2] == len(ids) else output
+        is_sequence = output.shape[-2] == len(poisoned)
+        return output.masked_fill(poisoned[:, None], torch.nan) if is_sequence else output
 
     tables = {model.get_input_embeddings(), *(part for part in model.modules() if isinstance(part, nn.Embedding))}
-    with ExitStack() as stack, attention(model.config, OWN_TOKEN):
+    with ExitStack() as stack:
         for table in tables:
             stack.enter_context(table.register_forward_hook(poison, prepend=True))
-        reached = outputs_of(model, {"input_ids": ids[None]}).isnan().any(-1)
-    return reached.nonzero().flatten().tolist() != [poisoned]
+        return outputs().isnan().any(-1)
 
 
 def _attend_to_own_token(
@@ -462,7 +530,7 @@ def packed(model: PreTrainedModel) -> Tensor:
     cu_seqlens = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     inputs = {"input_ids": torch.cat(sequences())[None], "position_ids": positions[None]}
-    with attention(model.config, PACKED):
+    with attention(model.config, PACKED), mixing(Documents(LENGTHS)):
         return outputs_of(model, {**inputs, "packed_layout": PackedLayout(cu_seqlens, max(LENGTHS))})
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -177,11 +177,6 @@ def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = before
-
-
-def recompute_alike(config: PretrainedConfig) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpointed forward and of its recomputation, both with the attention in use now."""
-    return nullcontext(), attention(config, config._attn_implementation)
 
 
 def causal_attention(

@@ -28,9 +28,18 @@ from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
 from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, rope_limit
-from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
+from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention
 from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
 from rlite.backends.models.head_logprobs import logprobs_of
+from rlite.backends.models.mixers import (
+    Documents,
+    Mixer,
+    check_not_split,
+    find_mixers,
+    install_mixers,
+    mixing,
+    recompute_alike,
+)
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.pretrained import (
@@ -204,6 +213,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             ConfigError: the model is not supported; the message gives the reason.
         """
         reason = obstacle(self, device_type, torch.float32)
+        if mixers := find_mixers(self):
+            steps = "in chunks of tokens when it trains, and token by token when it is served"
+            reason = f"{mixers[0].name} sums the past {steps}"
         if reason is None and (rate := self.config.attention_dropout):
             reason = f"the model has attention dropout ({rate})"
         if reason is not None:
@@ -233,7 +245,12 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def check_parallel(self, size: int) -> None:
         """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
+        check_not_split(self, f"tp_size={size}", "tp_size=1")
         check_split(self, size)
+
+    def check_context_parallel(self, size: int) -> None:
+        """Raise ConfigError if the tokens of a sequence cannot be divided over `size` ranks."""
+        check_not_split(self, f"sp_size={size}", "sp_size=1, and gradient_checkpointing=true if memory is short")
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""
@@ -268,6 +285,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def _rope_limit(self) -> int | None:
         return rope_limit(self.config.get_text_config())
 
+    @cached_property
+    def _mixers(self) -> list[Mixer]:
+        return install_mixers(self)
+
     def compute_logits(self, data: Mapping[str, Any]) -> Tensor:
         """Run the model's own forward over a pack, with attention inside each sequence.
 
@@ -285,7 +306,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
         layout = PackedLayout(data["cu_seqlens"], length, share, attend)
         ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
-        with attention(self.config, PACKED):
+        documents = Documents(layout.lengths, ids.is_cuda) if self._mixers else None
+        with attention(self.config, PACKED), mixing(documents):
             output = self(input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout)
         return share.gather_results(output.logits[0])
 

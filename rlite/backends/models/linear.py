@@ -158,11 +158,16 @@ def use_liger_kernels(model: Any) -> None:
     for module in model.modules():
         forward: Any = type(module).forward
         if isinstance(forward, FunctionType) and _ROPE in forward.__code__.co_names:
-            module.forward = MethodType(_with_globals(forward, **{_ROPE: rope}), module)
+            module.forward = MethodType(with_globals(forward, **{_ROPE: rope}), module)
 
 
-def _with_globals(function: FunctionType, **changes: Any) -> FunctionType:
-    """Return a copy of the function that sees other values for some names of its module."""
+def with_globals(function: FunctionType, **changes: Any) -> FunctionType:
+    """Return a copy of a function that sees other values for some names of its module.
+
+    Args:
+        function: the function.
+        **changes: the values, by name.
+    """
     names = {**function.__globals__, **changes}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -11,6 +11,7 @@ A checkpoint to resume from holds W, A and B, and the optimizer's state of A and
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import signal
@@ -29,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.huggingface import HuggingFaceFsdp2ScoreModule, pad_apart
+from rlite.backends.models.mixers import layers_read_raw
 from rlite.backends.models.stored import StoredCheckpoint, stored_buffers, stored_form
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
@@ -39,6 +41,7 @@ from rlite.nn.options import ALL_LINEAR, LoraOptions
 from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor, replace_parameters
 from rlite.runtime.storage.huggingface import Writer, copy_companions
 
+logger = logging.getLogger(__name__)
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _SCORE, _SCORER = "score", "SEQ_CLS"
 _LINEAR = (nn.Linear, Conv1D)
@@ -73,7 +76,11 @@ class LoraTrainModule(BaseTrainModule):
         self.lora = options
 
     def _check_targets(self, options: LoraOptions) -> None:
+        raw = layers_read_raw(self)
         if options.target_modules == [ALL_LINEAR]:
+            if raw:
+                layers = ", ".join(sorted({name.rpartition(".")[2] for name in raw}))
+                logger.warning("no adapters on %s: %s reads weights past the layers", layers, next(iter(raw.values())))
             return
         modules = dict(self.named_modules())
         for target in options.target_modules:
@@ -84,6 +91,10 @@ class LoraTrainModule(BaseTrainModule):
                 problem = f"is no linear layer; {did_you_mean(target, endings)}"
             elif isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
                 problem = "is the new head, which is trained as a whole"
+            elif reader := next(filter(None, map(raw.get, named)), None):
+                problem = (
+                    f"would be ignored: {reader} reads the layer's weight and does not call the layer; leave it out"
+                )
             elif any(_is_tied(self, layer) for layer in named.values()):
                 problem = "shares its weight with the input embedding, which would have to change with it; leave it out"
             if problem:
@@ -99,6 +110,7 @@ class LoraTrainModule(BaseTrainModule):
             lora_alpha=options.alpha,
             lora_dropout=options.dropout,
             target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+            exclude_modules=[*layers_read_raw(self)] or None,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in self.modules()),
             **changes,
         )

@@ -109,28 +109,42 @@ def test_a_burst_ends_where_the_first_row_ends_or_may_stop_for_the_first_time() 
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), num_slots=st.integers(1, 5), budget=st.integers(1, 9))
-def test_slots_hold_what_their_sequences_believe_through_any_traffic(seed: int, num_slots: int, budget: int) -> None:
+@given(
+    seed=st.integers(0, 10_000),
+    num_slots=st.integers(1, 5),
+    budget=st.integers(1, 9),
+    has_state=st.booleans(),
+    keeps_caches=st.booleans(),
+)
+def test_slots_hold_what_their_sequences_believe_through_any_traffic(
+    seed: int, num_slots: int, budget: int, has_state: bool, keeps_caches: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduling, "MIN_SHARED", 2)
-        serve_random_traffic(random.Random(seed), num_slots, budget)
+        serve_random_traffic(random.Random(seed), num_slots, budget, has_state, keeps_caches)
 
 
-def test_most_tokens_of_sessions_are_not_prefilled_again() -> None:
+@pytest.mark.parametrize("has_state", [False, True])
+def test_most_tokens_of_sessions_are_not_prefilled_again(has_state: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduling, "MIN_SHARED", 2)
-        assert sum(serve_random_traffic(random.Random(seed), 16, 9) for seed in range(20)) > 400
+        assert sum(serve_random_traffic(random.Random(seed), 16, 9, has_state) for seed in range(20)) > 400
 
 
-def serve_random_traffic(rng: random.Random, num_slots: int, budget: int) -> int:
+def serve_random_traffic(
+    rng: random.Random, num_slots: int, budget: int, has_state: bool = False, keeps_caches: bool = True
+) -> int:
     # a cache that stores the token itself: what a slot holds must be the tokens of the sequence that lives in it
     cache = [[-1] * 200 for _ in range(num_slots)]
+    # all tokens of which a recurrent state knows, neither more nor fewer
+    states: list[list[int]] = [[] for _ in range(num_slots)]
 
     def apply(moves: list[Move]) -> None:
         for move in moves:
             cache[move.target][: move.length] = cache[move.source][: move.length]
+            states[move.target] = list(states[move.source])
 
-    scheduler = Scheduler(num_slots, budget)
+    scheduler = Scheduler(num_slots, budget, keeps_caches, has_state)
     reported: dict[int, list[int]] = {}
     ended: dict[int, str] = {}
     prompts: list[list[int]] = []
@@ -153,12 +167,19 @@ def serve_random_traffic(rng: random.Random, num_slots: int, budget: int) -> int
             assert sum(c.stop - c.start for c in chunks) <= budget
             for chunk in chunks:
                 cache[chunk.slot][chunk.start : chunk.stop] = chunk.tokens
+                before = states[chunk.slot] if chunk.start else []
+                assert not has_state or before == scheduler.running[chunk.slot].tokens[: chunk.start]
+                states[chunk.slot] = [*before, *chunk.tokens]
         steps = rng.randrange(1, scheduler.burst(4) + 1)
         made = [[rng.randrange(6) for _ in range(steps)] for _ in scheduler.running]
         for slot, running in enumerate(scheduler.running):
             assert running.slot == slot
             assert cache[slot][: len(running.tokens) - 1] == running.tokens[:-1]
             length = len(running.tokens) - 1
+            if length == 0:
+                states[slot] = []  # nothing was prefilled
+            assert not has_state or states[slot] == running.tokens[:-1]
+            states[slot] = [*states[slot], running.tokens[-1], *made[slot][:-1]]
             cache[slot][length : length + steps] = [running.tokens[-1], *made[slot][:-1]]
         zeros = [[0.0] * steps for _ in made]
         apply(scheduler.record(made, zeros, zeros, no_stop_strings))
@@ -178,3 +199,48 @@ def serve_random_traffic(rng: random.Random, num_slots: int, budget: int) -> int
     assert all(0 not in reported[i][:-1] for i, reason in ended.items() if reason == "stop")
     assert all(0 not in reported[i] for i, reason in ended.items() if reason == "length")
     return scheduler.num_reused
+
+
+def test_siblings_copy_a_state_when_exactly_their_prompt_is_prefilled() -> None:
+    scheduler = Scheduler(num_slots=4, max_prefill_tokens=100, has_state=True)
+    for i in range(2):
+        scheduler.add(sequence(i, [1, 2, 3, 4]))
+    scheduler.admit()
+    assert prefill_all(scheduler) == [([], [(0, 0, 3)]), ([Move(0, 1, 3)], [])]
+    scheduler.record([[5]] * 2, [[0.0]] * 2, [[0.0]] * 2, no_stop_strings)
+    scheduler.add(sequence(2, [1, 2, 3, 4]))  # comes when the states of the others are beyond the prompt
+    scheduler.admit()
+    assert prefill_all(scheduler) == [([], [(2, 0, 3)])]
+    scheduler.forget_cache()  # the first of the siblings stops at the prompt, for the others
+    assert prefill_all(scheduler) == [
+        ([], [(0, 0, 3)]),
+        ([Move(0, 1, 3), Move(0, 2, 3)], [(0, 3, 4), (1, 3, 4)]),
+    ]
+
+
+def test_a_state_is_continued_from_its_end_alone() -> None:
+    scheduler = Scheduler(num_slots=2, max_prefill_tokens=100, has_state=True)
+    prompt = list(range(40))
+    scheduler.add(sequence(0, prompt, max_new_tokens=2))
+    scheduler.admit()
+    prefill_all(scheduler)
+    scheduler.record([[7, 8]], [[0.0, 0.0]], [[0.0, 0.0]], no_stop_strings)  # 41 tokens are in the state
+    scheduler.add(sequence(1, [*prompt, 9, 9]))
+    scheduler.admit()
+    assert prefill_all(scheduler) == [([], [(0, 0, 41)])], "a state cannot be shortened"
+    scheduler.add(sequence(2, [*prompt, 7, 8, 9]))
+    scheduler.admit()
+    assert prefill_all(scheduler) == [([], [(1, 41, 42)])]
+    assert scheduler.num_reused == 41
+
+
+def test_a_state_behind_a_stop_is_not_kept() -> None:
+    scheduler = Scheduler(num_slots=2, max_prefill_tokens=100, has_state=True)
+    prompt = list(range(1, 41))
+    scheduler.add(sequence(0, prompt, stop_ids=(0,)))
+    scheduler.admit()
+    prefill_all(scheduler)
+    scheduler.record([[7, 0, 3]], [[0.0] * 3], [[0.0] * 3], no_stop_strings)
+    scheduler.add(sequence(1, [*prompt, 7, 0, 5]))
+    scheduler.admit()
+    assert prefill_all(scheduler) == [([], [(0, 0, 42)])]

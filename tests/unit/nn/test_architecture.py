@@ -73,10 +73,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "not causal.*is_decoder=true"),
     "roberta": ({"is_decoder": True}, "positions itself"),
     "rwkv": ({"attention_hidden_size": 48}, "recurrent state"),
-    "mamba": ({}, "recurrent state"),
     "mixtral": ({**EXPERTS, "num_key_value_heads": 2}, r"mixture of experts \(model.layers.0"),
     "qwen3_moe": ({**EXPERTS, "num_key_value_heads": 2, "head_dim": 16}, "mixture of experts"),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"], "num_key_value_heads": 2}, "layers of kind conv"),
+    "recurrent_gemma": ({}, "layers of kind linear_attention"),
     "gemma2": ({"num_key_value_heads": 2, "head_dim": 16}, "softcap"),
 }
 
@@ -148,16 +147,12 @@ def test_models_that_packs_would_compute_wrongly_are_refused_with_the_reason(kin
     assert re.search(reason, found)
 
 
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16, "mamba_expand": 2, "mamba_n_groups": 1}
 LATE: dict[str, tuple[dict[str, Any], str]] = {
-    "bamba": ({**MAMBA, "num_key_value_heads": 2, "attn_layer_indices": [0, 1, 4]}, "recurrent state"),
-    "lfm2": ({"num_key_value_heads": 2, "layer_types": ["full_attention"] * 5 + ["conv"]}, "layers of kind conv"),
-    "falcon_h1": ({"num_key_value_heads": 2, **MAMBA, "mamba_d_ssm": 96}, "recurrent state"),
-    "qwen3_next": (
+    "recurrent_gemma": ({"block_types": ["attention"] * 5 + ["recurrent"]}, "linear_attention"),
+    "minimax": (
         {"num_key_value_heads": 2, "head_dim": 12, "layer_types": ["full_attention"] * 5 + ["linear_attention"]},
         "mixture of experts|linear_attention",
     ),
-    "jamba": ({"num_key_value_heads": 2, "attn_layer_period": 6, "attn_layer_offset": 0, **EXPERTS}, "experts|state"),
 }
 
 
