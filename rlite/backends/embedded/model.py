@@ -22,6 +22,7 @@ from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillP
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
+from rlite.backends.models.layout import AttentionLayers, attention_layers, equal_layers
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
@@ -215,6 +216,12 @@ class _Place(NamedTuple):
         self.set(torch.empty(shape, dtype=dtype, device=device))
 
 
+def served_layers(model: PreTrainedModel, plan: TensorParallelPlan) -> AttentionLayers:
+    """Return the attention layers of a model, with the heads that each rank of the plan has."""
+    layers = equal_layers(model.config) if is_plain(model) else attention_layers(type(model), model.config)
+    return {index: layer.split(plan.num_head_parts(index)) for index, layer in layers.items()}
+
+
 class ShardedModel:
     """The model of one worker. It begins on the meta device; `load` or `allocate` gives it memory on `device`.
 
@@ -254,6 +261,8 @@ class ShardedModel:
         elif device.type == "cpu":
             speed_up_linear_layers(self.model)
         plan.install()
+        self.layers = served_layers(model, plan)
+        """attention layers, with the heads of this rank"""
         self._lean: LeanDecoder | None = None
 
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
