@@ -56,8 +56,9 @@ from rlite.runtime.parallel.shards import Box
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED, SPLIT_INPUT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
 """columns whose outputs are gathered, and rows whose inputs are whole"""
-WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
-"""parts that are whole on every rank; a part of their gradient is summed with the other ranks'"""
+EXPERTS = ("moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise")
+WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", *EXPERTS)
+"""parts that are whole on every rank: their gradients are parts of a sum. Experts compute the rank's own tokens"""
 
 
 class SplitLayers(NamedTuple):
@@ -139,7 +140,8 @@ def split_layers(model: PreTrainedModel) -> SplitLayers:
     vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in (*model.named_modules(), *model.named_parameters()):
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        if style is None or style in WHOLE or any(module is part for part in vocabulary):
+        is_of_experts = isinstance(module, nn.Parameter) and module.dim() == 3
+        if style is None or style in WHOLE or is_of_experts or any(module is part for part in vocabulary):
             continue
         is_linear = isinstance(getattr(module, "base_layer", module), nn.Linear)
         if is_linear and style in (COLUMN, *GATHERED):
@@ -196,7 +198,6 @@ def _check_blocks(model: PreTrainedModel, split: SplitLayers) -> None:
             f"the tensor parallel plan of {model.config.model_type!r} ({entries}) does not split {others[0]!r} between "
             "its columns and one row; use one device for each copy"
         )
-    _check_per_head(model, split)
 
 
 def _check_per_head(model: PreTrainedModel, split: SplitLayers) -> None:
@@ -299,6 +300,7 @@ def check_tensor_parallel(model: PreTrainedModel, world_size: int) -> SplitLayer
     split = split_layers(model)
     if set(split.columns) - split.gathered:
         check_heads(model.config, world_size)
+    _check_per_head(model, split)
     return split
 
 
@@ -446,7 +448,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if module._parameters:
             whole: Placement = Partial() if id(module) in inside else Replicate()
-            module.forward = partial(_on_local_parameters, module, module.forward, whole)
+            module.forward = partial(_on_local_parameters, [module], module.forward, whole)
     for name in found.gathered:
         column = found.columns[name]
         column.forward = partial(_gathered_forward, column.forward, group)
@@ -454,6 +456,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         row.forward = partial(_row_forward, getattr(row, "base_layer", row), row.forward, group, name in found.cut)
         model.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(tokens.gather, with_kwargs=True)
     for mixer in found.whole.values():
+        # its code may read the parameters of its parts
+        mixer.forward = partial(_on_local_parameters, list(mixer.modules()), mixer.forward, Partial())
         mixer.register_forward_pre_hook(tokens.gather, with_kwargs=True)
         mixer.register_forward_hook(tokens.keep_own)
     for layer in layers:
@@ -506,25 +510,27 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, 
     replace_parameters(model, make)
 
 
-def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *args: Any, **kwargs: Any) -> Any:
+def _on_local_parameters(modules: list[nn.Module], forward: Any, whole: Placement, *args: Any, **kwargs: Any) -> Any:
     """Return `forward(...)`, with each parameter replaced by this rank's part during the call.
 
     Args:
-        module: owner of the parameters.
-        forward: its original forward.
+        modules: owners of the parameters.
+        forward: the original forward of the first.
         whole: how gradients of parameters that are not split combine.
         *args: for `forward`.
         **kwargs: for `forward`.
     """
-    held = dict(module._parameters)
-    for name, parameter in held.items():
-        if isinstance(parameter, DTensor):
-            is_whole = parameter.placements[-1].is_replicate()
-            module._parameters[name] = parameter.to_local(grad_placements=[whole] if is_whole else None)
+    held = [dict(module._parameters) for module in modules]
+    for module, parameters in zip(modules, held, strict=True):
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                is_whole = parameter.placements[-1].is_replicate()
+                module._parameters[name] = parameter.to_local(grad_placements=[whole] if is_whole else None)
     try:
         return forward(*args, **kwargs)
     finally:
-        module._parameters.update(held)
+        for module, parameters in zip(modules, held, strict=True):
+            module._parameters.update(parameters)
 
 
 def _gathered_forward(forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
