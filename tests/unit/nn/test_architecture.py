@@ -50,6 +50,9 @@ EQUAL: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16, "attn_logit_softcapping": 2.0},
+    "granite_swa": {"num_key_value_heads": 2, "sliding_window": 16},
+    "minicpm3": {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8},
     "windowed qwen2": {
         "num_key_value_heads": 2,
         "use_sliding_window": True,
@@ -77,7 +80,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": ({**EXPERTS, "num_key_value_heads": 2}, r"mixture of experts \(model.layers.0"),
     "qwen3_moe": ({**EXPERTS, "num_key_value_heads": 2, "head_dim": 16}, "mixture of experts"),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"], "num_key_value_heads": 2}, "layers of kind conv"),
-    "gemma2": ({"num_key_value_heads": 2, "head_dim": 16}, "softcap"),
 }
 
 
@@ -287,15 +289,11 @@ def test_a_model_with_an_embedding_of_its_own_kind_passes() -> None:
     ("kind", "fields", "widths"),
     [
         ("qwen3", {"num_key_value_heads": 2, "head_dim": 320}, "width 320 and values of width 320"),
-        ("gemma", {"num_key_value_heads": 1, "head_dim": 20}, "width 20"),
-        (
-            "minicpm3",
-            {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
-            "width 24 and values of width 16",
-        ),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0}, "width 512 and values of width 512"),
+        ("gemma2", {"num_key_value_heads": 2, "head_dim": 16}, "caps its attention scores"),
     ],
 )
-def test_heads_that_gpu_kernels_do_not_take_are_refused_with_their_widths(
+def test_heads_that_gpu_kernels_do_not_take_are_refused_with_the_reason(
     kind: str, fields: dict[str, Any], widths: str
 ) -> None:
     config = config_of(kind, **fields)
@@ -306,6 +304,23 @@ def test_heads_that_gpu_kernels_do_not_take_are_refused_with_their_widths(
 def test_widths_are_found_in_every_layer_not_in_the_config() -> None:
     config = AutoConfig.for_model("gemma4_text")
     assert attention_widths(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) == [(256, 256), (512, 512)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "widths"),
+    [
+        ("gemma", {"num_key_value_heads": 1, "head_dim": 20}, (20, 20)),
+        ("minicpm3", {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}, (24, 16)),
+        ("granite_swa", {"num_key_value_heads": 2}, (12, 12)),
+    ],
+)
+def test_heads_that_zeros_make_equal_for_gpu_kernels_pass(
+    kind: str, fields: dict[str, Any], widths: tuple[int, int]
+) -> None:
+    config = config_of(kind, **fields)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    assert attention_widths(cls, config) == [widths]
+    check_gpu_kernels(cls, config)
 
 
 def test_heads_that_gpu_kernels_take_pass() -> None:
