@@ -79,7 +79,7 @@ class SplitLayers(NamedTuple):
 
     def layers_of_whole_heads(self, model: PreTrainedModel) -> set[int]:
         """Return the indices of layers whose attention has all heads on every rank."""
-        blocks = {name.rpartition(".")[0] for name in self.gathered}
+        blocks = {_block(name) for name in self.gathered}
         found = [module for name, module in model.named_modules() if name in blocks]
         return {module.layer_idx for module in (*found, *self.whole.values()) if hasattr(module, "layer_idx")}
 
@@ -131,39 +131,57 @@ def split_layers(model: PreTrainedModel) -> SplitLayers:
     Raises:
         ConfigError: the model has no plan; or the plan has an unknown style, or splits a block otherwise.
     """
+    columns, rows, vectors = dict[str, Any](), dict[str, Any](), dict[str, nn.Parameter]()
+    gathered, cut = set[str](), set[str]()
+    for name, part, style in _styled_parts(model):
+        is_linear = isinstance(getattr(part, "base_layer", part), nn.Linear)
+        if is_linear and style in (COLUMN, *GATHERED):
+            columns[name] = part
+            gathered |= {name} if style in GATHERED else set()
+        elif is_linear and style in (ROW, *SPLIT_INPUT):
+            rows[name] = part
+            cut |= {name} if style in SPLIT_INPUT else set()
+        elif (
+            style == COLUMN
+            and isinstance(part, nn.Parameter)
+            and part.dim() == 1
+            and _block(name) in {*map(_block, columns)}
+        ):
+            vectors[name] = part
+        else:
+            raise ConfigError(_refusal(model, f"asks for {style!r} at {name!r}, which is not supported"))
+    blocks = {*map(_block, rows)}
+    # whole are columns whose outputs no row takes in parts, and what belongs to heads that are all on every rank
+    columns = {name: part for name, part in columns.items() if name not in gathered or _block(name) in blocks}
+    gathered &= columns.keys()
+    vectors = {name: part for name, part in vectors.items() if _block(name) not in {*map(_block, gathered)}}
+    whole = _whole_mixers(model, blocks)
+    found = SplitLayers(columns, rows, frozenset(gathered), frozenset(cut), vectors, whole)
+    _check_blocks(model, found)
+    return found
+
+
+def _block(name: str) -> str:
+    """Return the name of the module that holds a part."""
+    return name.rpartition(".")[0]
+
+
+def _styled_parts(model: PreTrainedModel) -> Iterator[tuple[str, Any, str]]:
+    """Yield the modules and parameters that the plan does not leave whole, with their names and styles.
+
+    Raises:
+        ConfigError: the model has no plan.
+    """
     prefix = model.base_model_prefix + "."
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
     if not styles:
         raise ConfigError(_refusal(model, "has no tensor parallel plan"))
-    found = SplitLayers({}, {}, frozenset(), frozenset(), {}, {})
-    gathered, cut = set[str](), set[str]()
     vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
-    for name, module in (*model.named_modules(), *model.named_parameters()):
+    for name, part in (*model.named_modules(), *model.named_parameters()):
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        is_of_experts = isinstance(module, nn.Parameter) and module.dim() == 3
-        if style is None or style in WHOLE or is_of_experts or any(module is part for part in vocabulary):
-            continue
-        is_linear = isinstance(getattr(module, "base_layer", module), nn.Linear)
-        if is_linear and style in (COLUMN, *GATHERED):
-            found.columns[name] = module
-            gathered |= {name} if style in GATHERED else set()
-        elif is_linear and style in (ROW, *SPLIT_INPUT):
-            found.rows[name] = module
-            cut |= {name} if style in SPLIT_INPUT else set()
-        elif style == COLUMN and isinstance(module, nn.Parameter) and module.dim() == 1:
-            found.vectors[name] = module
-        else:
-            raise ConfigError(_refusal(model, f"asks for {style!r} at {name!r}, which is not supported"))
-    blocks = {name.rpartition(".")[0] for name in found.rows}
-    for name in [name for name in gathered if name.rpartition(".")[0] not in blocks]:
-        del found.columns[name]  # whole: no row takes a part of what follows
-        gathered.remove(name)
-    of_all_heads = {name.rpartition(".")[0] for name in gathered}
-    for name in [name for name in found.vectors if name.rpartition(".")[0] in of_all_heads]:
-        del found.vectors[name]
-    found = found._replace(gathered=frozenset(gathered), cut=frozenset(cut), whole=_whole_mixers(model, blocks))
-    _check_blocks(model, found)
-    return found
+        is_of_experts = isinstance(part, nn.Parameter) and part.dim() == 3
+        if style is not None and style not in WHOLE and not is_of_experts and not any(part is x for x in vocabulary):
+            yield name, part, style
 
 
 def _whole_mixers(model: PreTrainedModel, blocks: Collection[str]) -> dict[str, Any]:
@@ -190,9 +208,9 @@ def _check_blocks(model: PreTrainedModel, split: SplitLayers) -> None:
     entries = ", ".join(sorted(model.config.base_model_tp_plan or {}))
     begins, ends = defaultdict[str, set[bool]](set), defaultdict[str, list[bool]](list)
     for name in split.columns:
-        begins[name.rpartition(".")[0]].add(name in split.gathered)
+        begins[_block(name)].add(name in split.gathered)
     for name in split.rows:
-        ends[name.rpartition(".")[0]].append(name in split.cut)
+        ends[_block(name)].append(name in split.cut)
     if others := sorted(block for block in {*begins, *ends} if ends[block] != [*begins[block]]):
         raise ConfigError(
             f"the tensor parallel plan of {model.config.model_type!r} ({entries}) does not split {others[0]!r} between "
@@ -211,7 +229,7 @@ def _check_per_head(model: PreTrainedModel, split: SplitLayers) -> None:
     for name, module in {**split.columns, **split.rows}.items():
         linear = getattr(module, "base_layer", module)
         if name not in split.gathered | split.cut:
-            widths[name.rpartition(".")[0]].add(linear.out_features if name in split.columns else linear.in_features)
+            widths[_block(name)].add(linear.out_features if name in split.columns else linear.in_features)
     parts = [*split.columns, *split.rows]
     for name, parameter in model.named_parameters():
         block = next((block for block in widths if name.startswith(f"{block}.")), None)
@@ -400,7 +418,7 @@ def _gathered_inference(forward: Any, size: int, group: dist.ProcessGroup, x: to
 
 LAYER_INPUTS = {
     *("self", "hidden_states", "attention_mask", "position_ids", "cache_position", "use_cache", "output_attentions"),
-    *("past_key_value", "past_key_values", "shared_kv_states", "kwargs", "per_layer_input"),
+    *("past_key_value", "past_key_values", "layer_past", "shared_kv_states", "kwargs", "per_layer_input"),
 }
 """inputs that layers may have besides rotary angles; hidden states and `per_layer_input` are split over tokens"""
 
@@ -454,7 +472,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         column.forward = partial(_gathered_forward, column.forward, group)
     for name, row in found.rows.items():
         row.forward = partial(_row_forward, getattr(row, "base_layer", row), row.forward, group, name in found.cut)
-        model.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(tokens.gather, with_kwargs=True)
+        model.get_submodule(_block(name)).register_forward_pre_hook(tokens.gather, with_kwargs=True)
     for mixer in found.whole.values():
         # its code may read the parameters of its parts
         mixer.forward = partial(_on_local_parameters, list(mixer.modules()), mixer.forward, Partial())

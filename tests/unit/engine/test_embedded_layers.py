@@ -1,4 +1,4 @@
-"""Layers of one cache may differ: in heads, in widths of keys and values, in their softmax, and in whose keys they read."""
+"""Layers of one cache differ in heads, in widths, in their softmax, and in the layer whose keys they read."""
 
 from __future__ import annotations
 

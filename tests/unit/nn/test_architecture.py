@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
@@ -20,6 +21,7 @@ from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.pretrained import causal_lm_class, meta_parameters
+from rlite.runtime.parallel.tensor import check_split
 
 SIZES = {
     "vocab_size": 97,
@@ -61,6 +63,7 @@ EQUAL: dict[str, dict[str, Any]] = {
         "layer_types": None,
     },
 }
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gptj": ({"rotary_dim": 8}, "attention in code of its own"),
@@ -366,14 +369,19 @@ def test_a_model_that_trains_on_one_device_is_refused_by_name_for_tensor_paralle
         RliteInferenceEngine(folder).build(tensor_parallel_size=2)
 
 
-def test_layers_with_further_inputs_for_each_token_are_refused_by_name_for_tensor_parallel(tmp_path: Path) -> None:
-    rlite.shutdown()
-    sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "layer_types": ["full_attention"] * 3}
-    heads = {"num_key_value_heads": 2, "head_dim": 16, "num_kv_shared_layers": 0, "activation_sparsity_pattern": None}
-    folder = save_checkpoint("gemma3n_text", tmp_path, **sizes, **heads)
-    engine = RliteTrainEngine(on_meta(folder))
-    with pytest.raises(ConfigError, match="'gemma3n_text' gives its layers per_layer_input"):
-        engine.build(tensor_parallel_size=2, tp_size=2)
+class WeighingLayer(Qwen3DecoderLayer):
+    """A layer with a further input for each token."""
+
+    def forward(self, hidden_states: Any, token_weights: Any = None, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, **kwargs) * token_weights[..., None]
+
+
+def test_layers_with_further_inputs_for_each_token_are_refused_by_name_for_tensor_parallel() -> None:
+    model = Qwen3ForCausalLM(config_of("qwen3", num_key_value_heads=2, head_dim=16))
+    assert set(check_split(model, 2).rows) == {f"model.layers.{i}.{row}" for i in range(3) for row in ROWS}
+    model.model.layers[0] = WeighingLayer(model.config, 0)
+    with pytest.raises(ConfigError, match="'qwen3' gives its layers token_weights"):
+        check_split(model, 2)
 
 
 def test_the_check_leaves_random_numbers_alone_and_works_within_device_contexts(tmp_path: Path) -> None:
