@@ -10,7 +10,7 @@ To add a class, add an entry under its model type. A class without an entry is c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -156,8 +156,7 @@ RELEASED: Mapping[str, Mapping[str, Fields]] = {
 """fields by model type and name of the checkpoint"""
 
 
-def released_configs(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Yield names and configs of the released checkpoints of a class, nothing if there are none."""
-    for name, fields in RELEASED.get(config_class.model_type, {}).items():
-        layers = {"num_hidden_layers": 2} | dict(fields)
-        yield name, AutoConfig.for_model(config_class.model_type, **layers)
+def released_config(config_class: type[PreTrainedConfig], name: str) -> PreTrainedConfig:
+    """Return the config of a class that has the shape of a released checkpoint."""
+    fields = {"num_hidden_layers": 2, **RELEASED[config_class.model_type][name]}
+    return AutoConfig.for_model(config_class.model_type, **fields)
