@@ -59,7 +59,7 @@ attributes. If the config does not list the kinds layer by layer, the copy has a
 - the config names a kind of layer that rlite does not know.
 - the logits of a pack differ from those of transformers. They are compared in float64.
 - the log-probabilities of served tokens differ from those of transformers.
-- on GPUs in 16 bits, heads are wider than 256 or attention scores have a soft cap. torch's flash attention takes neither.
+- on GPUs in 16 bits, heads are wider than 256 or scores have a soft cap. torch's flash attention takes neither.
 
 Sinks, soft caps, values of another width than keys, heads that differ from layer to layer, and layers that read an
 earlier layer's keys and values are computed as the model asks, in packs and in the KV cache. The cache holds the keys
