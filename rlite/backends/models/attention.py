@@ -52,7 +52,7 @@ class Softmax(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are neither capped nor have sinks."""
+        """True if scores are neither capped nor have sinks."""
         return self.softcap is None and self.sinks is None
 
     def probabilities(self, scores: Tensor, bias: Tensor) -> Tensor:

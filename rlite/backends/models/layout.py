@@ -34,7 +34,7 @@ class AttentionLayer(NamedTuple):
     """width of a head of queries and keys"""
     value_width: int
     is_capped: bool = False
-    """whether scores have a soft cap"""
+    """true if scores have a soft cap"""
     source: int | None = None
     """the earlier layer whose keys and values this layer reads; None is its own"""
 
@@ -94,7 +94,15 @@ class _Notes:
         self._keys: list[tuple[int, Tensor]] = []
 
     def add(self, index: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> None:
-        """Note a call of the layer `index`."""
+        """Note what a layer hands to attention.
+
+        Args:
+            index: index of the layer.
+            query: [1, H, 1, key width].
+            key: [1, K, 1, key width]; the same object as another layer's, if that layer's keys are read.
+            value: [1, K, 1, value width].
+            softmax: the softmax of the scores.
+        """
         source = next((layer for layer, seen in self._keys if seen is key and layer != index), None)
         heads, widths = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
         self.layers[index] = AttentionLayer(*heads, *widths, softmax.softcap is not None, source)

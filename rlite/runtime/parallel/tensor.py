@@ -342,7 +342,7 @@ class TensorParallelPlan:
         self._axis: dict[nn.Parameter, int] = {}
         self._split = SplitLayers({}, {}, frozenset(), frozenset(), {}, {})
         self._has_vocabulary = splits_by_rows(self._embedding)
-        """whether the vocabulary is split"""
+        """true if the vocabulary is split"""
         if self.world_size > 1:
             self._split = check_tensor_parallel(model, self.world_size)
             vocabulary = (self._embedding, self._head) if self._has_vocabulary else ()
