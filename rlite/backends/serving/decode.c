@@ -44,12 +44,13 @@ static float scores_of(const float *query, const float *keys, int64_t dim, int64
         for (int i = 0; i < BLOCK / LANES; i++)
             sums[i] += query[d] * load(keys + d * BLOCK + i * LANES);
     memcpy(scores, sums, sizeof sums);
+    if (cap > 0)
+        for (int64_t j = begin; j < end; j++)
+            scores[j] = cap * __builtin_tanhf(scores[j] / cap);
     float most = -__builtin_inff();
     for (int64_t j = 0; j < BLOCK; j++) {
         if (j < begin || j >= end)
             scores[j] = -__builtin_inff();
-        else if (cap > 0)
-            scores[j] = cap * __builtin_tanhf(scores[j] / cap);
         most = scores[j] > most ? scores[j] : most;
     }
     return most;
