@@ -222,15 +222,10 @@ def test_sizes_that_do_not_multiply_are_refused_with_the_equation(build: Build) 
 @pytest.mark.parametrize(
     ("kind", "shape", "changes", "block"),
     [
-        (
-            "youtu",
-            {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16},
-            {},
-            "attn",
-        ),
         ("llama", {}, {"layers.*.self_attn.o_proj": None}, "attn"),
         ("llama", {}, {"layers.*.mlp.down_proj": None}, "mlp"),
-        ("llama", {}, {"layers.*.self_attn.q_proj": "colwise_gather_output"}, "q_proj"),
+        ("llama", {}, {"layers.*.self_attn.q_proj": "colwise_gather_output"}, "attn"),
+        ("llama", {}, {"layers.*.self_attn.q_proj": "sequence_parallel"}, "q_proj"),
         ("llama", {}, {"layers.*.input_layernorm.weight": "colwise"}, "input_layernorm.weight"),
     ],
 )

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from rlite import config
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
 from rlite.backends.embedded.cache import CacheSizes, EmbeddedOptions
+from rlite.backends.models.layout import attention_layers, equal_layers
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.runtime.parallel.dims import ParallelDims
@@ -72,9 +73,11 @@ def rollout_memory(
     is_embedded, dtype = options.executor == "torch", getattr(torch, options.dtype)
     longest = config.get_text_config().max_position_embeddings
     length = options.max_model_len or (None if is_embedded else longest)
-    slots = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, options.tp_size)
-    layers, _, _, heads, length, dim = slots.cache_shape(1)
-    per_sequence = 2 * layers * heads * length * dim * dtype.itemsize
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = equal_layers(config) if cls is None else attention_layers(cls, config)
+    layers = {index: layer.split(options.tp_size) for index, layer in found.items()}
+    shape = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers).cache_shape(1)
+    length, per_sequence = shape.max_len, shape.slot_elements * dtype.itemsize
     weights = num_parameters * dtype.itemsize // options.tp_size
     num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
     if device_memory_gib is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -21,7 +21,16 @@ from transformers import AttentionInterface
 
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
-from rlite.backends.models.attention import Bounds, causal_attention, causal_mask, refuse_other_attention, varlen
+from rlite.backends.models.attention import (
+    PLAIN,
+    Bounds,
+    Softmax,
+    attention_of_scores,
+    causal_attention,
+    causal_mask,
+    of_one_width,
+    varlen,
+)
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.models.mixers import Mixer, Mixing, State, map_outputs
 from rlite.backends.serving.native import decode_attention
@@ -32,7 +41,7 @@ ATTENTION = "rlite_slots"
 class AttentionPlan(Mixing):
     """The attention of one forward pass: the positions that queries see, and the cache rows that keys and values fill.
 
-    All tensors are `[tokens, (kv_)heads, head_dim]`. The plan also knows the states from which mixers continue.
+    All tensors are `[tokens, (kv_)heads, width]`. The plan also knows the states from which mixers continue.
     """
 
     cache: SlotCache
@@ -44,26 +53,36 @@ class AttentionPlan(Mixing):
 
         Args:
             layer: index of the layer.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
         """
         self.cache.write(layer, self.targets, key, value)
 
     @abstractmethod
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
         """Write keys and values to the cache and compute the attention.
 
         Args:
             layer: index of the layer.
-            query: `[tokens, heads, head_dim]`.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
             scale: factor of the scores before the softmax.
             window: number of positions that each query sees, its own position included. None is all positions up to its
                 own.
+            softmax: the softmax of the scores.
 
         Returns:
-            The attention output, in the shape of the queries.
+            The attention output, `[tokens, heads, value width]`.
         """
 
 
@@ -74,23 +93,23 @@ def slot_attention(
 
     Args:
         module: the model's attention layer.
-        query: `[batch, heads, tokens, head_dim]`.
-        key: `[batch, kv_heads, tokens, head_dim]`.
-        value: `[batch, kv_heads, tokens, head_dim]`.
+        query: `[batch, heads, tokens, key width]`.
+        key: `[batch, kv_heads, tokens, key width]`.
+        value: `[batch, kv_heads, tokens, value width]`.
         mask: unused. The plan knows which positions a query sees.
         scaling: factor of the scores before the softmax.
         plan: the plan of this forward pass.
         **asked: further options of the layer. With `sliding_window`, each query sees that many positions, its own
-            position included. Other options that change the result are refused.
+            position included. `softcap` and `s_aux` change the softmax.
 
     Returns:
-        The output `[batch, tokens, heads, head_dim]`, and None in place of attention weights.
+        The output `[batch, tokens, heads, value width]`, and None in place of attention weights.
     """
-    refuse_other_attention(asked)
-    batch, heads, tokens, dim = query.shape
+    batch, heads, tokens, _ = query.shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    attended = plan.attend(module.layer_idx, query, key, value, scaling, asked.get("sliding_window"))
-    return attended.view(batch, tokens, heads, dim), None
+    window, softmax = asked.get("sliding_window"), Softmax.asked(asked)
+    attended = plan.attend(module.layer_idx, query, key, value, scaling, window, softmax)
+    return attended.view(batch, tokens, heads, -1), None
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
@@ -110,7 +129,7 @@ class PrefillPlan(AttentionPlan):
     def __init__(
         self, cache: SlotCache, chunks: Sequence[Chunk], is_flash: bool, is_invariant: bool, is_fixed: bool = False
     ) -> None:
-        self.cache, self.chunks, device = cache, chunks, cache.values.device
+        self.cache, self.chunks, device = cache, chunks, cache.device
         self._is_flash, self._is_invariant, self._is_fixed = is_flash, is_invariant, is_fixed
         self.tokens, places = rows_of(chunks, device)
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
@@ -128,16 +147,26 @@ class PrefillPlan(AttentionPlan):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
         """Compute the attention of the chunks to their slots.
 
         Args:
             layer: index of the layer.
-            query: `[tokens, heads, head_dim]`.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
             scale: factor of the scores before the softmax.
             window: number of positions that each query sees; None is all.
+            softmax: the softmax of the scores.
 
         Returns:
             The attention output.
@@ -146,7 +175,7 @@ class PrefillPlan(AttentionPlan):
         if self._is_flash:
             if self._past is not None:
                 key, value = self.cache.at(layer, *self._past)
-            return varlen(query, key, value, self._bounds, scale, window)
+            return varlen(query, key, value, self._bounds, scale, window, softmax)
         outputs = []
         for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
             if self._is_invariant:
@@ -155,7 +184,8 @@ class PrefillPlan(AttentionPlan):
             else:
                 if chunk.start > 0 or self._is_fixed:
                     k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
-                out = (_masked_attention if self._is_fixed else causal_attention)(q, k, v, scale, window)[0]
+                compute = _masked_attention if self._is_fixed else causal_attention
+                out = compute(q, k, v, scale, window, softmax=softmax)[0]
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
@@ -204,10 +234,15 @@ def _join_chunks(chunks: Sequence[Chunk], outputs: Sequence[Any]) -> Any:
     return map_outputs(lambda *parts: torch.cat(parts, dim=1), *padded)
 
 
-def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+def _masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softmax: Softmax = PLAIN
+) -> Tensor:
     """Return `causal_attention`, by one kernel for all chunks."""
-    mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+    if not softmax.is_plain:
+        return causal_attention(q, k, v, scaling, window, softmax=softmax)
+    mask, width = causal_mask(q.shape[2], k.shape[2], window, q.device), v.shape[-1]
+    q, k, v = of_one_width(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)[..., :width]
 
 
 def rows_of(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -248,16 +283,26 @@ class ScoringPlan(AttentionPlan):
         """states after the last chunk, by the number of the mixer"""
         self.tokens, self.positions = rows_of(chunks, device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
         """Compute the attention of the chunks, and keep the keys and values of the last prompt.
 
         Args:
             layer: index of the layer.
-            query: `[tokens, heads, head_dim]`.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
             scale: factor of the scores before the softmax.
             window: number of positions that each query sees; None is all.
+            softmax: the softmax of the scores.
 
         Returns:
             The attention output.
@@ -267,7 +312,7 @@ class ScoringPlan(AttentionPlan):
             if index == 0 and self._past:
                 k, v = (torch.cat(pair, dim=2) for pair in zip(self._past[layer], (k, v), strict=True))
             self.seen[layer] = k, v
-            outputs.append(causal_attention(q, k, v, scale, window)[0].transpose(0, 1))
+            outputs.append(causal_attention(q, k, v, scale, window, softmax=softmax)[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
@@ -303,22 +348,33 @@ class NativeDecodePlan(AttentionPlan):
         """Advance to this step."""
         self._step = step
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
         """Compute the attention of the rows to their slots, by one call.
 
         Args:
             layer: index of the layer.
-            query: `[tokens, heads, head_dim]`.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
             scale: factor of the scores before the softmax.
             window: number of positions that each query sees; None is all.
+            softmax: the softmax of the scores.
 
         Returns:
             The attention output.
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        return decode_attention(query, key, value, self._positions[self._step], keys, values, scale, window or 0)
+        positions = self._positions[self._step]
+        return decode_attention(query, key, value, positions, keys, values, scale, window or 0, softmax)
 
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute the next token of the first slots.
@@ -401,21 +457,37 @@ class DecodePlan(AttentionPlan):
     def _look_up(self, step: int) -> None:
         self._step, first = step, self._first_slot
         self.targets = self.cache.targets(self._rows + first, self._positions[step])
-        if self.cache.is_blocked:
-            # held here besides: the cache may forget them
-            index = self.cache.gather_index
-            self._gather_indices = [index(first + a, first + b, -(-length // BLOCK)) for a, b, length in self._groups]
+        self._gather_indices: dict[tuple[int, ...], list[GatherIndex]] = {}
+        """indices of each group by the sizes of a layer, held here besides: the cache may forget them"""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+    def _gather_index(self, layer: int) -> list[GatherIndex]:
+        sizes, first = self.cache.layers[layer][:3], self._first_slot
+        if sizes not in self._gather_indices:
+            index = partial(self.cache.gather_index, layer)
+            found = [index(first + a, first + b, -(-length // BLOCK)) for a, b, length in self._groups]
+            self._gather_indices[sizes] = found
+        return self._gather_indices[sizes]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softmax: Softmax = PLAIN,
+    ) -> Tensor:
         """Compute the attention of the rows to their slots.
 
         Args:
             layer: index of the layer.
-            query: `[tokens, heads, head_dim]`.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
             scale: factor of the scores before the softmax.
             window: number of positions that each query sees; None is all.
+            softmax: the softmax of the scores.
 
         Returns:
             The attention output.
@@ -428,16 +500,16 @@ class DecodePlan(AttentionPlan):
         bias = self._biases[window]
         if self.cache.is_blocked:
             parts = [
-                self._weighted_sums(layer, query[start:stop] * scale, bias[start:stop, 0], index)
-                for (start, stop, _), index in zip(self._groups, self._gather_indices, strict=True)
+                self._weighted_sums(layer, query[start:stop] * scale, bias[start:stop, 0], index, softmax)
+                for (start, stop, _), index in zip(self._groups, self._gather_index(layer), strict=True)
             ]
         else:
             parts = [
-                self._product(layer, query[start:stop], bias[start:stop, ..., :length], start, scale)
+                self._product(layer, query[start:stop], bias[start:stop, ..., :length], start, scale, softmax)
                 for start, stop, length in self._groups
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.reshape(query.shape)
+        return out.reshape(*query.shape[:-1], -1)
 
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute the next token of the plan's slots.
@@ -451,31 +523,32 @@ class DecodePlan(AttentionPlan):
         """
         return _mix_rows(self.cache, mixer, hidden_states, self._first_slot)
 
-    def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex) -> Tensor:
+    def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex, softmax: Softmax) -> Tensor:
         (num, heads, dim), width = query.shape, index.num_blocks * BLOCK
         weights = query[:, :, None].expand(num, heads, index.num_blocks, dim).flatten()
         scores = _weighted_sum(self.cache.key_rows[layer], index.key_rows, index.key_starts, weights)
         scores = scores.view(num, heads, width)
-        scores += bias[..., :width]
-        probs = torch.softmax(scores, dim=-1).flatten()
+        if softmax.is_plain:
+            scores += bias[..., :width]
+            probs = torch.softmax(scores, dim=-1).flatten()
+        else:
+            probs = softmax.probabilities(scores[:, :, None], bias[:, None, :, :width]).flatten()
         values, starts = self.cache.value_rows[layer], index.value_starts
         if not self._is_invariant or width <= SUM:
             return _weighted_sum(values, index.value_rows, starts, probs)
         starts = starts[:, None] + torch.arange(0, width, SUM, dtype=starts.dtype, device=starts.device)
-        parts = _weighted_sum(values, index.value_rows, starts.flatten(), probs).view(*starts.shape, dim)
+        parts = _weighted_sum(values, index.value_rows, starts.flatten(), probs).view(*starts.shape, -1)
         return reduce(torch.add, parts.unbind(1))
 
-    def _product(self, layer: int, query: Tensor, bias: Tensor, start: int, scale: float) -> Tensor:
+    def _product(self, layer: int, query: Tensor, bias: Tensor, start: int, scale: float, softmax: Softmax) -> Tensor:
         """Return the attention of the rows from `start` on, over the positions of `bias` [rows, 1, 1, positions]."""
         rows, heads, dim = query.shape
-        slots, kv_heads = slice(self._first_slot + start, self._first_slot + start + rows), self.cache.num_kv_heads
-        return F.scaled_dot_product_attention(
-            query.reshape(rows, kv_heads, heads // kv_heads, dim),
-            self.cache.keys[layer, slots, :, : bias.shape[-1]],
-            self.cache.values[layer, slots, :, : bias.shape[-1]],
-            attn_mask=bias,
-            scale=scale,
-        )
+        slots = slice(self._first_slot + start, self._first_slot + start + rows)
+        keys, values = (x[layer][slots, :, : bias.shape[-1]] for x in (self.cache.keys, self.cache.values))
+        if not softmax.is_plain:
+            return attention_of_scores(query[:, :, None], keys, values, bias, scale, softmax)
+        query = query.reshape(rows, keys.shape[1], heads // keys.shape[1], dim)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
 
 
 def _bias(positions: Tensor, width: int, cache: SlotCache, window: int | None = None) -> Tensor:
@@ -484,7 +557,7 @@ def _bias(positions: Tensor, width: int, cache: SlotCache, window: int | None = 
     is_hidden = steps_back < 0
     if window is not None:
         is_hidden |= steps_back >= window
-    bias = torch.zeros(len(positions), 1, 1, width, dtype=cache.values.dtype, device=positions.device)
+    bias = torch.zeros(len(positions), 1, 1, width, dtype=cache.dtype, device=positions.device)
     return bias.masked_fill_(is_hidden[:, None, None], float("-inf"))
 
 

@@ -22,11 +22,11 @@ from rlite.backends.embedded.scheduler import Move
 from rlite.backends.embedded.state import SlotStates, state_bytes
 from rlite.backends.models.architecture import rope_limit
 from rlite.backends.models.batch_invariant import BLOCK
+from rlite.backends.models.layout import AttentionLayer, AttentionLayers
 from rlite.backends.models.mixers import State
 from rlite.config import Count
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
-from rlite.runtime.parallel.tensor import attention_shape
 from rlite.runtime.replicas.replica import ExecutorOptions
 
 
@@ -56,8 +56,8 @@ GATHER_INDEX_BYTES = 64 << 20
 """bytes for cached row indices of slot groups; beyond it they are forgotten"""
 
 
-class Targets(NamedTuple):
-    """Row indices at which keys and values of some tokens are stored: `[tokens * kv_heads]` each, token-major."""
+class Rows(NamedTuple):
+    """Row indices at which a layer stores keys and values of some tokens: `[tokens * kv_heads]` each, token-major."""
 
     rows: Tensor
     """rows of the flat values, and of the flat keys unless keys are blocked"""
@@ -65,6 +65,29 @@ class Targets(NamedTuple):
     """rows of the flat blocked keys"""
     offsets: Tensor
     """positions within a block"""
+
+
+class Targets:
+    """Places at which keys and values of some tokens are stored.
+
+    Args:
+        slots: `[tokens]`.
+        positions: `[tokens]`.
+        max_len: positions of a slot.
+    """
+
+    def __init__(self, slots: Tensor, positions: Tensor, max_len: int) -> None:
+        self._slots, self._positions, self._max_len = slots, positions, max_len
+        self._rows: dict[int, Rows] = {}
+
+    def rows(self, num_kv_heads: int) -> Rows:
+        """Return the row indices in a layer with so many heads."""
+        if (found := self._rows.get(num_kv_heads)) is None:
+            heads = torch.arange(num_kv_heads, device=self._slots.device)
+            rows = (self._slots[:, None] * num_kv_heads + heads) * self._max_len + self._positions[:, None]
+            rows = rows.flatten()
+            found = self._rows[num_kv_heads] = Rows(rows, rows // BLOCK, rows % BLOCK)
+        return found
 
 
 class GatherIndex(NamedTuple):
@@ -82,14 +105,17 @@ class GatherIndex(NamedTuple):
 class CacheShape(NamedTuple):
     """Sizes of a cache."""
 
-    num_layers: int
+    layers: AttentionLayers
+    """the layers with attention, with the heads of this rank"""
     num_slots: int
-    num_heads: int
-    """number of query heads"""
-    num_kv_heads: int
     max_len: int
     """positions of a slot; the cache rounds them up to whole blocks"""
-    head_dim: int
+
+    @property
+    def slot_elements(self) -> int:
+        """Number of keys' and values' elements of one slot."""
+        own = [layer for layer in self.layers.values() if layer.source is None]
+        return self.max_len * sum(layer.num_key_heads * (layer.key_width + layer.value_width) for layer in own)
 
 
 @dataclass(frozen=True)
@@ -100,8 +126,8 @@ class CacheSizes:
     config: PreTrainedConfig
     dtype: torch.dtype
     """dtype of keys and values"""
-    tp_size: int
-    """number of ranks that share the heads"""
+    layers: AttentionLayers
+    """the layers with attention, with the heads of this rank"""
     state: Mapping[int, State] = field(default_factory=dict)
     """recurrent state of one sequence, by the number of the mixer; empty if the model has none"""
 
@@ -126,8 +152,7 @@ class CacheSizes:
         """Return the shape of a cache for `num_slots` sequences."""
         if self.options.deterministic:  # the last tile is as large as the others
             num_slots += -num_slots % DECODE_ROWS
-        layers, heads, kv_heads, dim = attention_shape(self.config)
-        return CacheShape(layers, num_slots, heads // self.tp_size, kv_heads // self.tp_size, self.max_model_len, dim)
+        return CacheShape(self.layers, num_slots, self.max_model_len)
 
     def affordable_slots(self, device: torch.device, group: dist.ProcessGroup | None) -> int:
         """Return the number of sequences that fit into the free memory; on CPU, return `max_num_seqs`.
@@ -142,18 +167,19 @@ class CacheSizes:
         options = self.options
         if device.type != "cuda":
             return options.max_num_seqs
-        layers, spare, _, heads, length, dim = self.cache_shape(1)
-        per_slot = 2 * layers * heads * length * dim * self.dtype.itemsize + state_bytes(self.state)
+        shape = self.cache_shape(1)
+        # a model without attention has no keys and values
+        per_slot = max(1, shape.slot_elements * self.dtype.itemsize + state_bytes(self.state))
         give_back_cached_memory()  # the driver counts it as taken
         free, total = torch.cuda.mem_get_info(device)
-        budget = total * options.gpu_memory_utilization - (total - free) - (spare - 1) * per_slot
+        budget = total * options.gpu_memory_utilization - (total - free) - (shape.num_slots - 1) * per_slot
         slots = torch.tensor(min(options.max_num_seqs, int(budget // per_slot)), device=device)
         if group is not None:
             dist.all_reduce(slots, op=dist.ReduceOp.MIN, group=group)
         if slots < 1:
             needed, left = (f"{nbytes / 2**20:.0f} MiB" for nbytes in (per_slot, max(budget, 0)))
             raise ConfigError(
-                f"one sequence of max_model_len={length} needs {needed} of KV cache, {left} are left at "
+                f"one sequence of max_model_len={shape.max_len} needs {needed} of KV cache, {left} are left at "
                 f"gpu_memory_utilization={options.gpu_memory_utilization}; lower max_model_len or raise "
                 "gpu_memory_utilization"
             )
@@ -161,11 +187,13 @@ class CacheSizes:
 
 
 class SlotCache:
-    """Keys and values of every layer and slot, in one allocation each.
+    """Keys and values of every attention layer and slot. Layers of equal sizes have one allocation each.
 
-    Values are `[slots, kv_heads, max_len, head_dim]` per layer. Keys have the same shape, unless they are blocked: on
-    CPU in float32 they are `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]` if torch has fbgemm. A query's product
+    Values are `[slots, kv_heads, max_len, width]` per layer. Keys have the same layout, unless they are blocked: on
+    CPU in float32 they are `[slots, kv_heads, max_len / BLOCK, width, BLOCK]` if torch has fbgemm. A query's product
     with a block of keys is then a weighted sum of rows (see `DecodePlan`).
+
+    A layer that reads an earlier layer's keys and values has its tensors, and writes nothing.
 
     The cache begins as zeros: a masked position still takes part in the product, with weight zero.
 
@@ -183,64 +211,88 @@ class SlotCache:
         # torch has the weighted sum of rows as a fast kernel where it has fbgemm
         has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         self.is_blocked = has_fbgemm and device.type == "cpu" and dtype == torch.float32
-        self.num_heads, self.num_kv_heads, self.head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.layers, self.dtype, self.device = shape.layers, dtype, device
         self.max_len = -(-shape.max_len // BLOCK) * BLOCK
-        slots = (shape.num_layers, shape.num_slots, shape.num_kv_heads)
-        plain = (*slots, self.max_len, self.head_dim)
-        blocked = (*slots, self.max_len // BLOCK, self.head_dim, BLOCK)
-        self.keys = _zeros(blocked if self.is_blocked else plain, dtype, device)
-        self.values = _zeros(plain, dtype, device)
-        row: tuple[int, ...] = (self.head_dim, BLOCK) if self.is_blocked else (self.head_dim,)
-        self._flat_keys = [keys.view(-1, *row) for keys in self.keys]
-        self.value_rows = [values.view(-1, self.head_dim) for values in self.values]
+        self.keys: dict[int, Tensor] = {}
+        """keys by layer"""
+        self.values: dict[int, Tensor] = {}
+        """values by layer"""
+        self._storages: list[tuple[Tensor, Tensor]] = []
+        """keys and values [layers, slots, ...] of the layers of one kind"""
+        by_kind: dict[AttentionLayer, list[int]] = {}
+        for index, layer in shape.layers.items():
+            by_kind.setdefault(layer, []).append(index)
+        for layer, indices in by_kind.items():
+            if layer.source is None:
+                self._storages.append(storage := self._allocate(layer, len(indices), shape.num_slots))
+                for index, keys, values in zip(indices, *storage, strict=True):
+                    self.keys[index], self.values[index] = keys, values
+        for index, layer in shape.layers.items():
+            if layer.source is not None:
+                self.keys[index], self.values[index] = self.keys[layer.source], self.values[layer.source]
+        self._flat_keys = {
+            i: keys.view(-1, *keys.shape[-2 if self.is_blocked else -1 :]) for i, keys in self.keys.items()
+        }
+        self.value_rows = {i: values.view(-1, values.shape[-1]) for i, values in self.values.items()}
         """the rows that `GatherIndex.value_rows` indexes, per layer"""
-        self.key_rows = [keys.view(-1, BLOCK) for keys in self.keys] if self.is_blocked else []
+        self.key_rows = {i: keys.view(-1, BLOCK) for i, keys in self.keys.items()} if self.is_blocked else {}
         """the rows that `GatherIndex.key_rows` indexes, per layer"""
-        self._gather_indices: dict[tuple[int, int, int], GatherIndex] = {}
+        self._gather_indices: dict[tuple[int, ...], GatherIndex] = {}
         self._index_bytes = 0
+
+    def _allocate(self, layer: AttentionLayer, num_layers: int, num_slots: int) -> tuple[Tensor, Tensor]:
+        slots, width = (num_layers, num_slots, layer.num_key_heads), layer.key_width
+        row = (self.max_len // BLOCK, width, BLOCK) if self.is_blocked else (self.max_len, width)
+        keys = _zeros((*slots, *row), self.dtype, self.device)
+        return keys, _zeros((*slots, self.max_len, layer.value_width), self.dtype, self.device)
 
     @property
     def nbytes(self) -> int:
         """Size of keys, values and recurrent states in bytes."""
-        return self.keys.nbytes + self.values.nbytes + self.states.nbytes
+        return self.states.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self._storages)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses of the memory."""
+        return tuple(tensor.data_ptr() for storage in self._storages for tensor in storage)
 
     def targets(self, slots: Tensor, positions: Tensor) -> Targets:
-        """Return the row indices of tokens at (slot, position). Both arguments are `[tokens]`."""
-        heads = torch.arange(self.num_kv_heads, device=slots.device)
-        rows = ((slots[:, None] * self.num_kv_heads + heads) * self.max_len + positions[:, None]).flatten()
-        return Targets(rows, rows // BLOCK, rows % BLOCK)
+        """Return the places of tokens at (slot, position). Both arguments are `[tokens]`."""
+        return Targets(slots, positions, self.max_len)
 
     def write(self, layer: int, targets: Targets, key: Tensor, value: Tensor) -> None:
         """Write keys and values into one layer.
 
         Args:
             layer: index of the layer.
-            targets: row indices of the tokens.
-            key: `[tokens, kv_heads, head_dim]`.
-            value: `[tokens, kv_heads, head_dim]`.
+            targets: places of the tokens.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
         """
-        key, value = key.reshape(-1, self.head_dim), value.reshape(-1, self.head_dim)
+        if self.layers[layer].source is not None:
+            return
+        rows = targets.rows(key.shape[1])
+        key, value = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
         if self.is_blocked:
-            self._flat_keys[layer][targets.blocks, :, targets.offsets] = key
+            self._flat_keys[layer][rows.blocks, :, rows.offsets] = key
         else:
-            self._flat_keys[layer].index_copy_(0, targets.rows, key)
-        self.value_rows[layer].index_copy_(0, targets.rows, value)
+            self._flat_keys[layer].index_copy_(0, rows.rows, key)
+        self.value_rows[layer].index_copy_(0, rows.rows, value)
 
     def sequence(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first positions of one slot, `[1, kv_heads, length, head_dim]` each.
+        """Return keys and values of the first positions of one slot, `[1, kv_heads, length, width]` each.
 
         Args:
             layer: index of the layer.
             slot: index of the slot.
             length: number of positions.
         """
-        keys = self.keys[layer, slot]
+        keys = self.keys[layer][slot]
         if self.is_blocked:
             keys = keys[:, : -(-length // BLOCK)].transpose(2, 3).flatten(1, 2)
-        return keys[None, :, :length], self.values[layer, slot, None, :, :length]
+        return keys[None, :, :length], self.values[layer][slot, None, :, :length]
 
     def at(self, layer: int, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of tokens, `[tokens, kv_heads, head_dim]` each.
+        """Return keys and values of tokens, `[tokens, kv_heads, width]` each.
 
         Args:
             layer: index of the layer.
@@ -253,22 +305,23 @@ class SlotCache:
             keys = self.keys[layer][slots, :, positions]
         return keys, self.values[layer][slots, :, positions]
 
-    def gather_index(self, start: int, stop: int, blocks: int) -> GatherIndex:
+    def gather_index(self, layer: int, start: int, stop: int, blocks: int) -> GatherIndex:
         """Return the row indices of slots [start, stop) over their first `blocks` blocks; recent results are cached.
 
         Args:
+            layer: index of the layer. Layers with the same heads and width of keys have the same row indices.
             start: first slot.
             stop: end of the slots, exclusive.
             blocks: number of blocks per slot.
         """
-        if (found := self._gather_indices.get((start, stop, blocks))) is not None:
+        heads, num_kv_heads, dim = self.layers[layer][:3]
+        if (found := self._gather_indices.get((heads, num_kv_heads, dim, start, stop, blocks))) is not None:
             return found
-        device, dim = self.values.device, self.head_dim
-        num, heads = stop - start, self.num_heads
+        device, num = self.device, stop - start
         # half of the memory to read wherever it is enough
-        dtype = torch.int32 if self.values[0].numel() < 2**31 else torch.int64
-        kv_heads = torch.arange(heads, device=device) // (heads // self.num_kv_heads)
-        first = (torch.arange(start, stop, device=device)[:, None] * self.num_kv_heads + kv_heads)[..., None]
+        dtype = torch.int32 if max(self.keys[layer].numel(), self.values[layer].numel()) < 2**31 else torch.int64
+        kv_heads = torch.arange(heads, device=device) // (heads // num_kv_heads)
+        first = (torch.arange(start, stop, device=device)[:, None] * num_kv_heads + kv_heads)[..., None]
         value_rows = first * self.max_len + torch.arange(blocks * BLOCK, device=device)
         block = first * (self.max_len // BLOCK) + torch.arange(blocks, device=device)
         key_rows = block[..., None] * dim + torch.arange(dim, device=device)
@@ -284,21 +337,23 @@ class SlotCache:
             self._gather_indices.clear()
             self._index_bytes = 0
         self._index_bytes += num_bytes
-        self._gather_indices[start, stop, blocks] = found
+        self._gather_indices[heads, num_kv_heads, dim, start, stop, blocks] = found
         return found
 
     def clear(self, slot: int) -> None:
         """Write zeros into a slot that may hold non-finite values, before another sequence uses it."""
-        self.keys[:, slot] = 0
-        self.values[:, slot] = 0
+        for keys, values in self._storages:
+            keys[:, slot] = 0
+            values[:, slot] = 0
         self.states.drop(slot)
 
     def apply(self, moves: list[Move]) -> None:
         """Copy slots, one move after the other."""
         for move in moves:
             blocks = -(-move.length // BLOCK) if self.is_blocked else move.length
-            for storage, stop in ((self.keys, blocks), (self.values, move.length)):
-                storage[:, move.target, :, :stop] = storage[:, move.source, :, :stop]
+            for keys, values in self._storages:
+                for storage, stop in ((keys, blocks), (values, move.length)):
+                    storage[:, move.target, :, :stop] = storage[:, move.source, :, :stop]
             self.states.copy(move.source, move.target)
 
 

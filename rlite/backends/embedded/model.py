@@ -23,6 +23,7 @@ from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
+from rlite.backends.models.layout import AttentionLayers, attention_layers, equal_layers
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 from rlite.backends.models.mixers import State, install_mixers, mixing
 from rlite.backends.models.stored import StoredCheckpoint, buffer_shards, own_shapes, stored_buffers
@@ -219,6 +220,12 @@ class _Place(NamedTuple):
         self.set(torch.empty(shape, dtype=dtype, device=device))
 
 
+def served_layers(model: PreTrainedModel, plan: TensorParallelPlan) -> AttentionLayers:
+    """Return the attention layers of a model, with the heads that each rank of the plan has."""
+    layers = equal_layers(model.config) if is_plain(model) else attention_layers(type(model), model.config)
+    return {index: layer.split(plan.num_head_parts(index)) for index, layer in layers.items()}
+
+
 class ShardedModel:
     """The model of one worker. It begins on the meta device; `load` or `allocate` gives it memory on `device`.
 
@@ -263,6 +270,8 @@ class ShardedModel:
         elif device.type == "cpu":
             speed_up_linear_layers(self.model)
         plan.install()
+        self.layers = served_layers(model, plan)
+        """attention layers, with the heads of this rank"""
         self._lean: LeanDecoder | None = None
 
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:

@@ -167,7 +167,7 @@ class DecodeGraphs:
 
     def addresses(self, cache: SlotCache) -> Addresses:
         """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
-        return (*self._model.addresses(), cache.keys.data_ptr(), cache.values.data_ptr())
+        return (*self._model.addresses(), *cache.addresses())
 
     def logits(self, cache: SlotCache, addresses: Addresses, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Return logits `[rows, vocabulary]` of the first slots as `ShardedModel.logits` does.
@@ -404,7 +404,7 @@ def check_rows(model: ShardedModel, cache: SlotCache) -> None:
     Raises:
         ConfigError: the logits of two rows differ in any bit.
     """
-    steps, device = 3, cache.values.device
+    steps, device = 3, cache.device
     positions = torch.arange(steps, device=device)[:, None].expand(-1, DECODE_ROWS)
     logits_at = tiled_steps(model, cache, [1] * DECODE_ROWS, positions)
     for step in range(steps):

@@ -144,7 +144,7 @@ class EmbeddedWorker:
         group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         self._weights = weights = ShardedModel(path, options, device, group)
         config = weights.config.get_text_config()
-        self._plan = CacheSizes(options, weights.config, weights.dtype, weights.tp_size)
+        self._plan = CacheSizes(options, weights.config, weights.dtype, weights.layers)
         self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
         self._are_weights_here = False

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,8 +27,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
+from rlite.backends.models.attention import MAX_FLASH_WIDTH, PACKED, PackedLayout, attention, no_mask
 from rlite.backends.models.expressions import Shape
+from rlite.backends.models.layout import attention_layers
 from rlite.backends.models.mixers import Documents, Mixer, find_mixers, install_mixers, mixing
 from rlite.backends.models.stored import (
     REBUILT,
@@ -42,7 +42,6 @@ from rlite.backends.models.stored import (
 from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import causal_config, quantised, quiet_transformers, real_tensors, rope_parts, summary
-from rlite.runtime.parallel.tensor import attention_shape
 from rlite.wording import counted
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
@@ -227,8 +226,8 @@ EXACT_TOLERANCE = 1e-9
 """the same in float64, where rounding gives 1e-15"""
 STATE_TOLERANCE = 1e-6
 """the same in float64 for models with mixers, of which some compute their state in float32"""
-MAX_FLASH_WIDTH = 256
-"""widest head of torch's flash attention"""
+EAGER_TOLERANCE = 1e-5
+"""the same in float64 if the class has attention of its own alone, most of which round probabilities to float32"""
 EXPERTS = re.compile(r"expert|moe|(^|\.)router(_gate)?\.", re.IGNORECASE)
 """parts of parameter names that only mixtures of experts have"""
 OWN_TOKEN = "rlite_own_token"
@@ -239,8 +238,6 @@ REMEDY = "Use another model; docs/architectures.md lists the classes that work"
 
 
 Check = Callable[[type[PreTrainedModel], PreTrainedConfig], str | None]
-Widths = dict[tuple[int, int], None]
-"""widths of queries and values, each pair once"""
 
 
 def once_per_config(check: Check) -> Check:
@@ -274,34 +271,26 @@ def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, nam
 
 
 def check_gpu_kernels(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Refuse a model whose heads are too wide for the attention kernels of GPUs, in float16 and bfloat16.
+    """Refuse a model that the attention kernels of GPUs do not take, in float16 and bfloat16.
 
     Raises:
-        ConfigError: the model is refused; the message gives the widths.
+        ConfigError: heads are too wide, or scores are capped; the message says which.
     """
-    for query, value in attention_widths(cls, config):
-        if query != value or query > MAX_FLASH_WIDTH or query % 8:
-            raise ConfigError(
-                f"{cls.__name__} ({config.model_type!r}) has heads of width {query} and values of width {value}. On "
-                f"GPUs, rlite's attention takes equal widths up to {MAX_FLASH_WIDTH}, in multiples of 8. {REMEDY}"
-            )
+    layers = attention_layers(cls, config).values()
+    if wide := [layer for layer in layers if max(layer.key_width, layer.value_width) > MAX_FLASH_WIDTH]:
+        found = f"has heads of width {wide[0].key_width} and values of width {wide[0].value_width}"
+        limit = f"takes widths up to {MAX_FLASH_WIDTH}"
+    elif any(layer.is_capped for layer in layers):
+        found, limit = "caps its attention scores (softcap)", "does not"
+    else:
+        return
+    told = f"{cls.__name__} ({config.model_type!r}) {found}"
+    raise ConfigError(f"{told}. On GPUs in 16 bits, rlite's attention {limit}. {REMEDY}")
 
 
 def attention_widths(cls: type[PreTrainedModel], config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Return the widths of queries and values that the attention of a model is given, each pair once.
-
-    The model runs on tensors without storage. If it reads their values, the widths are those that the config states.
-    """
-    found: Widths = {}
-    try:
-        with FakeTensorMode(), torch.no_grad():
-            model = cls._from_config(config).eval()
-            with attention(config, OWN_TOKEN):
-                model.base_model(input_ids=torch.ones(1, 1, dtype=torch.long), use_cache=False, widths=found)
-    except Exception:  # of any kind: the class's own code
-        head_dim = attention_shape(config)[3]
-        found[head_dim, head_dim] = None
-    return list(found)
+    """Return the widths of queries and values that the attention of a model is given, each pair once."""
+    return list(dict.fromkeys((layer.key_width, layer.value_width) for layer in attention_layers(cls, config).values()))
 
 
 @once_per_config
@@ -338,8 +327,10 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
 
 def _expected(model: PreTrainedModel, has_mixers: bool) -> tuple[Tensor, float]:
     """Return transformers' outputs and the tolerance: in float64, or in float32 if the class cannot compute in it."""
+    is_eager = model.config._attn_implementation == "eager"
     try:
-        return alone(model.double()), STATE_TOLERANCE if has_mixers else EXACT_TOLERANCE
+        exact = STATE_TOLERANCE if has_mixers else EXACT_TOLERANCE
+        return alone(model.double()), EAGER_TOLERANCE if is_eager else exact
     except Exception:  # of any kind: the class's own code
         return alone(model.float()), TOLERANCE
 
@@ -512,11 +503,9 @@ def _reached(model: PreTrainedModel, poisoned: Tensor, outputs: Callable[[], Ten
 
 
 def _attend_to_own_token(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, widths: Widths | None = None, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return each token's value as its attention [1, T, H, D], and note the widths of queries and values."""
-    if widths is not None:
-        widths[query.shape[-1], value.shape[-1]] = None
+    """Return each token's value as its attention [1, T, H, D]."""
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rlite.errors import ConfigError
@@ -28,8 +28,50 @@ TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """true if torch's variable-length attention takes fewer key heads than query heads"""
 
 
+MAX_FLASH_WIDTH = 256
+"""widest head of torch's flash attention, whose widths are multiples of 8"""
+QUERIES = 256
+"""queries whose scores are held at once, if they are computed one by one"""
+
 Attend = Callable[..., Tensor]
 """attention of one sequence, with the arguments of `causal_attention`"""
+
+
+class Softmax(NamedTuple):
+    """The softmax of a layer, which may cap its scores and may have sinks."""
+
+    softcap: float | None = None
+    """scores become `softcap * tanh(scores / softcap)`"""
+    sinks: Tensor | None = None
+    """[H], one further score for each head, which belongs to no value"""
+
+    @classmethod
+    def asked(cls, arguments: Mapping[str, Any]) -> Softmax:
+        """Return the softmax that a model asks for by its arguments `softcap` and `s_aux`."""
+        return cls(arguments.get("softcap"), arguments.get("s_aux"))
+
+    @property
+    def is_plain(self) -> bool:
+        """True if scores are neither capped nor have sinks."""
+        return self.softcap is None and self.sinks is None
+
+    def probabilities(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """Return the probabilities of keys, which sum to less than 1 if there are sinks.
+
+        Args:
+            scores: [..., H, queries, keys].
+            bias: added after the cap; -inf hides a key.
+        """
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores, dtype = scores + bias, torch.promote_types(scores.dtype, torch.float32)
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1, dtype=dtype).to(scores.dtype)
+        sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1, dtype=dtype)[..., :-1].to(scores.dtype)
+
+
+PLAIN = Softmax()
 
 
 class Bounds(NamedTuple):
@@ -98,25 +140,26 @@ def packed_attention(
         module: the model's attention module.
         query: [1, H, T, D].
         key: [1, K, T, D].
-        value: [1, K, T, D].
+        value: [1, K, T, width of values].
         attention_mask: None; the layout replaces it.
         scaling: factor of the scores; default: 1 / sqrt(D).
         dropout: share of attention weights that is set to 0.
         packed_layout: boundaries of the sequences.
         **kwargs: the model's further arguments. With `sliding_window` a token sees that many tokens, itself included.
+            `softcap` and `s_aux` change the softmax.
 
     Returns:
-        [1, T, H, D], and None for the weights.
+        [1, T, H, width of values], and None for the weights.
 
     Raises:
-        ConfigError: the model asks for another attention, or for dropout on CUDA or with a context-parallel share.
+        ConfigError: there is dropout on CUDA or with a context-parallel share.
     """
     if packed_layout is None:
         raise ConfigError(
             f"attention {PACKED!r} got no packed_layout: call compute_logits, or set another attention. "
             "A model that does not hand its arguments through to the attention cannot have packs"
         )
-    refuse_other_attention(kwargs)
+    softmax = Softmax.asked(kwargs)
     if dropout and (query.is_cuda or packed_layout.share is not None):
         raise ConfigError(f"attention dropout ({dropout}) is not supported on CUDA, nor with sp_size; set it to 0")
     share, window = packed_layout.share, kwargs.get("sliding_window")
@@ -124,6 +167,8 @@ def packed_attention(
         window = None
     is_flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     attend = partial(packed_layout.attend, scaling=scaling, window=window, dropout=dropout)
+    if not softmax.is_plain:
+        attend = partial(attend, softmax=softmax)
     if share is None and not is_flash:
         # one split replaces many slices, because the gradient of a slice is as long as the pack
         parts = zip(*(x.split(packed_layout.lengths, dim=2) for x in (query, key, value)), strict=True)
@@ -134,21 +179,9 @@ def packed_attention(
         if not is_flash:
             return torch.cat([_attend_segment(attend, q, k, v, segment) for segment in share.segments])[None], None
         index, bounds = packed_layout.segments
-        return varlen(q, k[index], v[index], bounds, scaling, window)[None], None
+        return varlen(q, k[index], v[index], bounds, scaling, window, softmax)[None], None
     cu_seqlens, length = packed_layout.cu_seqlens, packed_layout.max_seqlen
-    return varlen(q, k, v, Bounds(cu_seqlens, cu_seqlens, length, length), scaling, window)[None], None
-
-
-def refuse_other_attention(asked: Mapping[str, Any]) -> None:
-    """Refuse arguments that change the attention scores: a soft cap, or sinks.
-
-    Raises:
-        ConfigError: a model passes such an argument.
-    """
-    if (softcap := asked.get("softcap")) is not None:
-        raise ConfigError(f"the model caps its attention scores (softcap={softcap}), which rlite does not support")
-    if asked.get("s_aux") is not None:
-        raise ConfigError("the model has attention sinks (s_aux), which rlite does not support")
+    return varlen(q, k, v, Bounds(cu_seqlens, cu_seqlens, length, length), scaling, window, softmax)[None], None
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -180,23 +213,88 @@ def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None,
+    window: int | None,
+    dropout: float = 0.0,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
-    """Return attention of one sequence; the last query belongs to the last key.
+    """Return attention of one sequence, [1, H, queries, width of values]; the last query belongs to the last key.
 
     Args:
         q: [1, H, queries, D].
         k: [1, K, keys, D].
-        v: [1, K, keys, D].
+        v: [1, K, keys, width of values].
         scaling: factor of the scores; default: 1 / sqrt(D).
         window: keys that a query sees; None is all.
         dropout: share of attention weights that is set to 0.
+        softmax: the softmax of the scores.
     """
+    if scaling is None:
+        scaling = q.shape[-1] ** -0.5
+    if not softmax.is_plain:
+        return _attention_by_scores(q, k, v, scaling, window, dropout, softmax)
+    width = v.shape[-1]
+    q, k, v = of_one_width(q, k, v)
     num_queries, num_keys = q.shape[2], k.shape[2]
     is_plain = num_queries == num_keys and (window is None or window >= num_keys)
     mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
     is_grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain, scale=scaling, enable_gqa=is_grouped)
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain, scale=scaling, enable_gqa=is_grouped)
+    return out[..., :width]
+
+
+def of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors with zeros at the ends of narrower heads: most kernels take one width.
+
+    Args:
+        q: [..., D].
+        k: [..., D].
+        v: [..., width of values].
+        multiple: the width becomes a multiple of it.
+    """
+    width = max(q.shape[-1], v.shape[-1])
+    width += -width % multiple
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
+    return q, k, v
+
+
+def _attention_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, dropout: float, softmax: Softmax
+) -> Tensor:
+    """Return `causal_attention` from scores that are held in memory, QUERIES rows at a time."""
+    outputs, stop = [], k.shape[2] - q.shape[2]
+    for queries in q.split(QUERIES, dim=2):
+        start, stop = stop, stop + queries.shape[2]
+        first = 0 if window is None else max(0, start - window + 1)
+        mask = causal_mask(stop - start, stop - first, window, q.device)
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+        keys, values = k[:, :, first:stop], v[:, :, first:stop]
+        outputs.append(attention_of_scores(queries, keys, values, bias, scaling, softmax, dropout))
+    return torch.cat(outputs, dim=2)
+
+
+def attention_of_scores(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scaling: float, softmax: Softmax, dropout: float = 0.0
+) -> Tensor:
+    """Return attention [B, H, queries, width of values] from scores that are held in memory.
+
+    Args:
+        q: [B, H, queries, D].
+        k: [B, K, keys, D].
+        v: [B, K, keys, width of values].
+        bias: added to the scores [B, H, queries, keys]; -inf hides a key.
+        scaling: factor of the scores.
+        softmax: the softmax of the scores.
+        dropout: share of attention weights that is set to 0.
+    """
+    (size, heads, num, dim), key_heads = q.shape, k.shape[1]
+    # the heads that share keys are rows of one product: keys are not repeated
+    scores = q.reshape(size, key_heads, -1, dim) @ k.transpose(2, 3) * scaling
+    probs = F.dropout(softmax.probabilities(scores.view(size, heads, num, -1), bias), dropout)
+    return (probs.reshape(size, key_heads, -1, k.shape[2]) @ v).view(size, heads, num, -1)
 
 
 def _attend_segment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
@@ -206,30 +304,65 @@ def _attend_segment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segment: Se
     return attend(*(x[places].transpose(0, 1)[None] for x, places in rows))[0].transpose(0, 1)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float | None, window: int | None = None) -> Tensor:
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Bounds,
+    scaling: float | None,
+    window: int | None = None,
+    softmax: Softmax = PLAIN,
+) -> Tensor:
     """Compute attention of many sequences by one call of flash attention.
 
     Args:
         q: [T, H, D].
         k: [S, K, D].
-        v: [S, K, D].
+        v: [S, K, width of values].
         bounds: boundaries of the sequences. The causal mask is aligned to the end of each sequence's keys.
         scaling: factor of the scores; default: 1 / sqrt(D).
         window: tokens that a token sees, itself included; default: all before it.
+        softmax: the softmax of the scores.
 
     Returns:
-        [T, H, D].
+        [T, H, width of values].
+
+    Raises:
+        ConfigError: the softmax caps its scores.
     """
-    grouped: dict[str, Any] = {}
+    if softmax.softcap is not None:
+        raise ConfigError(f"the model caps its attention scores ({softmax.softcap}), and flash attention does not")
+    width = v.shape[-1]
+    if scaling is None:
+        scaling = q.shape[-1] ** -0.5
+    if k.shape[1] != q.shape[1] and not TAKES_GROUPED_KEYS:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    q, k, v = of_one_width(q, k, v, multiple=8)
+    if softmax.sinks is None:
+        return _flash(q, k, v, bounds, scaling, window)[0][..., :width]
+    out, lse = _flash(q, k, v, bounds, scaling, window, has_lse=True)
+    lse = lse.detach()
+    if torch.is_grad_enabled():  # the kernel has no gradient of the log-sum-exp: its value plus 0, with the gradient
+        # d lse = scale * (sum_j p_j k_j) dq + scale * sum_j p_j q dk_j; the second sum is linear in the last argument
+        mean = _flash(q.detach(), k.detach(), k, bounds, scaling, window)[0]
+        linear = (scaling * (q * mean.detach() + q.detach() * mean).float()).sum(-1)
+        lse = lse + linear - linear.detach()
+    share = torch.sigmoid(lse - softmax.sinks.float())
+    return (out[..., :width].float() * share[..., None]).to(out.dtype)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scaling: float, window: int | None, has_lse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return flash attention [T, H, D] and, if it is asked for, the log-sum-exp of the scores, [T, H]."""
+    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True)} if has_lse else {}
     if k.shape[1] != q.shape[1]:
-        if TAKES_GROUPED_KEYS:
-            grouped = {"enable_gqa": True}
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        options["enable_gqa"] = True
     before = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, *bounds, window_size=(before, 0), scale=scaling, **grouped)
-    assert isinstance(out, Tensor)  # it also returns the log-sum-exp where that is asked for
-    return out
+    found = varlen_attn(q, k, v, *bounds, window_size=(before, 0), scale=scaling, **options)
+    out, lse = (found, q.new_empty(0)) if isinstance(found, Tensor) else found
+    # the kernel's layout is [H, T], whatever its documentation says
+    return out, lse.T if has_lse and lse.shape == (q.shape[1], q.shape[0]) else lse
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 /* All of a decode step but its matrix products, on CPU in float32; `native.py` compiles and calls them.
 
-   decode_attention: attention of one new token per sequence over the slot cache. Keys are stored in blocks of BLOCK positions, [head_dim][BLOCK] each, and values as [positions][head_dim]. The query
+   decode_attention: attention of one new token per sequence over the slot cache. Keys are stored in blocks of BLOCK positions, [width][BLOCK] each, and values as [positions][width]. The query
    heads that share a key head are computed together, so that each block is read from memory once. The softmax is
    computed block by block. The order of all sums depends on the sequence alone, not on the batch or the threads. */
 
@@ -13,8 +13,8 @@ typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 
 struct shape {
-    int64_t num_rows, num_heads, num_kv_heads, head_dim, max_len, window, num_threads;
-    float scale;
+    int64_t num_rows, num_heads, num_kv_heads, key_width, value_width, max_len, window, num_threads;
+    float scale, softcap;
 };
 
 /* e^x for x <= 0, with a relative error below 2e-7. NaN stays NaN. */
@@ -36,13 +36,17 @@ static inline lanes exponential(lanes x) {
 
 static inline lanes load(const float *from) { return *(const lanes *)from; }
 
-/* Scores of one block, and their maximum. Positions outside [begin, end) are hidden. */
-static float scores_of(const float *query, const float *keys, int64_t dim, int64_t begin, int64_t end, float *scores) {
+/* Scores of one block, and their maximum. Positions outside [begin, end) are hidden. A cap of 0 is none. */
+static float scores_of(const float *query, const float *keys, int64_t dim, int64_t begin, int64_t end, float cap,
+                       float *scores) {
     lanes sums[BLOCK / LANES] = {};
     for (int64_t d = 0; d < dim; d++)
         for (int i = 0; i < BLOCK / LANES; i++)
             sums[i] += query[d] * load(keys + d * BLOCK + i * LANES);
     memcpy(scores, sums, sizeof sums);
+    if (cap > 0)
+        for (int64_t j = begin; j < end; j++)
+            scores[j] = cap * __builtin_tanhf(scores[j] / cap);
     float most = -__builtin_inff();
     for (int64_t j = 0; j < BLOCK; j++) {
         if (j < begin || j >= end)
@@ -69,26 +73,26 @@ static void add_values(const float *weights, const float *values, int64_t num, i
             sums[d] += weights[j] * values[j * dim + d];
 }
 
-/* One sequence and one key head: all query heads that share it. `output` begins as zeros. */
+/* One sequence and one key head: all query heads that share it. `output` begins as zeros; `sinks` may be null. */
 static void attend(const struct shape *s, const float *query, const float *keys, const float *values, int64_t length,
-                   float *output) {
-    int64_t dim = s->head_dim, num = s->num_heads / s->num_kv_heads;
+                   const float *sinks, float *output) {
+    int64_t dim = s->key_width, width = s->value_width, num = s->num_heads / s->num_kv_heads;
     int64_t first = s->window > 0 && length > s->window ? length - s->window : 0;
     float most[num], total[num], scaled[dim], weights[BLOCK];
     for (int64_t h = 0; h < num; h++)
-        most[h] = -__builtin_inff(), total[h] = 0;
+        most[h] = sinks ? sinks[h] : -__builtin_inff(), total[h] = sinks ? 1 : 0;
     for (int64_t start = first / BLOCK * BLOCK; start < length; start += BLOCK) {
         int64_t begin = first > start ? first - start : 0, end = length - start < BLOCK ? length - start : BLOCK;
         for (int64_t h = 0; h < num; h++) {
             for (int64_t d = 0; d < dim; d++)
                 scaled[d] = query[h * dim + d] * s->scale;
-            float found = scores_of(scaled, keys + start * dim, dim, begin, end, weights);
-            float *sums = output + h * dim;
+            float found = scores_of(scaled, keys + start * dim, dim, begin, end, s->softcap, weights);
+            float *sums = output + h * width;
             if (found > most[h]) {
                 lanes change = exponential((lanes){} + (most[h] - found));
                 float factor = total[h] > 0 ? change[0] : 0;
                 total[h] *= factor;
-                for (int64_t d = 0; d < dim; d++)
+                for (int64_t d = 0; d < width; d++)
                     sums[d] *= factor;
                 most[h] = found;
             }
@@ -103,30 +107,32 @@ static void attend(const struct shape *s, const float *query, const float *keys,
             }
             for (int i = 0; i < LANES; i++)
                 total[h] += sum[i];
-            add_values(weights + begin, values + (start + begin) * dim, end - begin, dim, sums);
+            add_values(weights + begin, values + (start + begin) * width, end - begin, width, sums);
         }
     }
     for (int64_t h = 0; h < num; h++)
-        for (int64_t d = 0; d < dim; d++)
-            output[h * dim + d] /= total[h];
+        for (int64_t d = 0; d < width; d++)
+            output[h * width + d] /= total[h];
 }
 
-/* query, output [rows, heads, dim]; key, value [rows, kv_heads, dim] of the new tokens, which are written to the cache
-   at `positions` [rows] first; keys and values are one layer of the cache. Row i belongs to slot i. */
+/* query [rows, heads, key width]; key, value [rows, kv_heads, width] of the new tokens, which are written to the cache
+   at `positions` [rows] first; keys and values are one layer of the cache; sinks [heads] or null; output [rows, heads,
+   value width]. Row i belongs to slot i. */
 void decode_attention(const struct shape *s, const float *query, const float *key, const float *value,
-                      const int64_t *positions, float *keys, float *values, float *output) {
-    int64_t dim = s->head_dim, num = s->num_heads / s->num_kv_heads;
-    memset(output, 0, sizeof(float) * s->num_rows * s->num_heads * dim);
+                      const int64_t *positions, float *keys, float *values, const float *sinks, float *output) {
+    int64_t dim = s->key_width, width = s->value_width, num = s->num_heads / s->num_kv_heads;
+    memset(output, 0, sizeof(float) * s->num_rows * s->num_heads * width);
 #pragma omp parallel for num_threads(s->num_threads) schedule(dynamic, 4) if (s->num_threads > 1)
     for (int64_t i = 0; i < s->num_rows * s->num_kv_heads; i++) {
         int64_t row = i / s->num_kv_heads, head = i % s->num_kv_heads, position = positions[row];
-        int64_t offset = i * s->max_len * dim;
-        float *own = keys + offset + position / BLOCK * BLOCK * dim + position % BLOCK;
+        float *all_keys = keys + i * s->max_len * dim, *all_values = values + i * s->max_len * width;
+        float *own = all_keys + position / BLOCK * BLOCK * dim + position % BLOCK;
         for (int64_t d = 0; d < dim; d++)
             own[d * BLOCK] = key[i * dim + d];
-        memcpy(values + offset + position * dim, value + i * dim, sizeof(float) * dim);
-        int64_t at = (row * s->num_heads + head * num) * dim;
-        attend(s, query + at, keys + offset, values + offset, position + 1, output + at);
+        memcpy(all_values + position * width, value + i * width, sizeof(float) * width);
+        int64_t at = row * s->num_heads + head * num;
+        attend(s, query + at * dim, all_keys, all_values, position + 1, sinks ? sinks + head * num : 0,
+               output + at * width);
     }
 }
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlite.backends.models.attention import PLAIN, Softmax
 from rlite.backends.models.batch_invariant import BLOCK
 
 logger = logging.getLogger(__name__)
@@ -30,15 +31,15 @@ COMPILE_S = 120.0
 
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_SIZES = ("num_rows", "num_heads", "num_kv_heads", "head_dim", "max_len", "window", "num_threads")
+_SIZES = ("num_rows", "num_heads", "num_kv_heads", "key_width", "value_width", "max_len", "window", "num_threads")
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = (*((name, _INT) for name in _SIZES), ("scale", _FLOAT))
+    _fields_ = (*((name, _INT) for name in _SIZES), ("scale", _FLOAT), ("softcap", _FLOAT))
 
 
 SIGNATURES: dict[str, list[Any]] = {
-    "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 7],
+    "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 8],
     "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
@@ -56,27 +57,31 @@ def decode_attention(
     values: Tensor,
     scale: float,
     window: int,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Write one token of each of the first slots to one layer of the cache, and return its attention.
 
     Args:
-        query: `[rows, heads, head_dim]`.
-        key: `[rows, kv_heads, head_dim]`.
-        value: `[rows, kv_heads, head_dim]`.
+        query: `[rows, heads, key width]`.
+        key: `[rows, kv_heads, key width]`.
+        value: `[rows, kv_heads, value width]`.
         positions: `[rows]`, int64.
-        keys: `[slots, kv_heads, max_len / BLOCK, head_dim, BLOCK]`.
-        values: `[slots, kv_heads, max_len, head_dim]`.
+        keys: `[slots, kv_heads, max_len / BLOCK, key width, BLOCK]`.
+        values: `[slots, kv_heads, max_len, value width]`.
         scale: factor of the scores before the softmax.
         window: number of positions that each query sees. 0 is all.
+        softmax: the softmax of the scores.
 
     Returns:
-        The output, in the shape of the queries.
+        The output, `[rows, heads, value width]`.
     """
     rows, heads, dim = query.shape
     tensors = [t.contiguous() for t in (query, key, value, positions)]
-    output = torch.empty_like(tensors[0])
-    shape = _Shape(rows, heads, key.shape[1], dim, values.shape[2], window, torch.get_num_threads(), scale)
-    call("decode_attention", ctypes.byref(shape), *tensors, keys, values, output)
+    output = query.new_empty(rows, heads, width := value.shape[-1])
+    sizes = (rows, heads, key.shape[1], dim, width, values.shape[2], window, torch.get_num_threads())
+    sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
+    shape = _Shape(*sizes, scale, softmax.softcap or 0)
+    call("decode_attention", ctypes.byref(shape), *tensors, keys, values, sinks, output)
     return output
 
 

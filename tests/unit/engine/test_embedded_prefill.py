@@ -13,6 +13,7 @@ from rlite.backends.embedded.attention import PrefillPlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models import attention
+from rlite.backends.models.layout import AttentionLayer
 
 CPU = torch.device("cpu")
 HEADS = (4, 2, 2)
@@ -71,9 +72,9 @@ def rows(num: int) -> list[Tensor]:
 
 def filled_cache(dtype: torch.dtype = torch.float64) -> SlotCache:
     """A cache of four slots whose 30 positions all hold something."""
-    cache = SlotCache(CacheShape(1, 4, 4, 2, 30, 8), dtype, CPU)
+    cache = SlotCache(CacheShape({0: AttentionLayer(4, 2, 8, 8)}, 4, 30), dtype, CPU)
     generator = torch.Generator().manual_seed(0)
-    for storage in (cache.keys, cache.values):
+    for storage in (cache.keys[0], cache.values[0]):
         storage.copy_(torch.randn(storage.shape, generator=generator))
     return cache
 

@@ -32,7 +32,7 @@ def test_logits_are_those_of_transformers_and_many_rows_are_filled_up(
     tokens = torch.arange(3, 3 + MOST)
     expected = AutoModelForCausalLM.from_pretrained(path).eval()(tokens[:, None]).logits[:, 0]
     for rows in range(1, MOST + 1):
-        cache = SlotCache(CacheShape(2, rows, 4, 2, 8, 16), torch.float32, CPU)
+        cache = SlotCache(CacheShape(model.layers, rows, 8), torch.float32, CPU)
         positions = torch.zeros(rows, dtype=torch.int64)
         logits = model.logits(tokens[:rows], positions, NativeDecodePlan(cache, positions[None]))
         torch.testing.assert_close(logits, expected[:rows], rtol=1e-5, atol=1e-5)

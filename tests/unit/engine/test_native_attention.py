@@ -11,6 +11,8 @@ from torch import Tensor
 
 from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
+from rlite.backends.models.attention import Softmax
+from rlite.backends.models.layout import AttentionLayer
 from rlite.backends.serving.native import compiled
 from tests import forked_python
 
@@ -25,38 +27,54 @@ def compiler() -> None:
     assert compiled() is not None
 
 
-def filled_cache(rows: int, shape: tuple[int, int, int, int]) -> SlotCache:
+def filled_cache(rows: int, shape: tuple[int, int, int, int], width: int | None = None) -> SlotCache:
     heads, kv_heads, dim, max_len = shape
-    cache = SlotCache(CacheShape(2, rows, heads, kv_heads, max_len, dim), torch.float32, CPU)
-    cache.keys.copy_(torch.randn_like(cache.keys))
-    cache.values.copy_(torch.randn_like(cache.values))
+    layers = dict.fromkeys(range(2), AttentionLayer(heads, kv_heads, dim, width or dim))
+    cache = SlotCache(CacheShape(layers, rows, max_len), torch.float32, CPU)
+    for part in (*cache.keys.values(), *cache.values.values()):
+        part.copy_(torch.randn_like(part))
     return cache
 
 
-def new_tokens(rows: int, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def copy_into(cache: SlotCache, source: SlotCache) -> None:
+    for layer in source.keys:
+        cache.keys[layer].copy_(source.keys[layer])
+        cache.values[layer].copy_(source.values[layer])
+
+
+def new_tokens(rows: int, shape: tuple[int, int, int, int], width: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads, dim, _ = shape
-    return 3 * torch.randn(rows, heads, dim), torch.randn(rows, kv_heads, dim), torch.randn(rows, kv_heads, dim)
+    query, key = 3 * torch.randn(rows, heads, dim), torch.randn(rows, kv_heads, dim)
+    return query, key, torch.randn(rows, kv_heads, width or dim)
 
 
+KINDS = [(None, False, None), (24, False, None), (80, True, None), (None, True, 2.5), (None, False, 2.5)]
+"""width of values, if it is not that of keys; whether there are sinks; the cap of scores"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 33, 64, 1000])
-def test_it_computes_what_pytorch_computes(shape: tuple[int, int, int, int], window: int | None) -> None:
+def test_it_computes_what_pytorch_computes(
+    shape: tuple[int, int, int, int], window: int | None, kind: tuple[int | None, bool, float | None]
+) -> None:
     torch.manual_seed(1)
+    width, has_sinks, softcap = kind
+    softmax = Softmax(softcap, 3 * torch.randn(shape[0]) if has_sinks else None)
     rows, dim = 9, shape[2]
-    expected, cache = filled_cache(rows, shape), filled_cache(rows, shape)
-    cache.keys.copy_(expected.keys)
-    cache.values.copy_(expected.values)
+    expected, cache = filled_cache(rows, shape, width), filled_cache(rows, shape, width)
+    copy_into(cache, expected)
     lengths = [1, 2, shape[3] - 1, *torch.randint(1, shape[3] - 1, (rows - 3,)).tolist()]
     positions = torch.tensor(lengths) - 1 + torch.arange(2)[:, None]
     plans = DecodePlan(expected, lengths, positions), NativeDecodePlan(cache, positions)
     for step in range(2):
-        query, key, value = new_tokens(rows, shape)
+        query, key, value = new_tokens(rows, shape, width)
         for plan in plans if step else ():
             plan.go_to(step)
-        theirs, ours = (plan.attend(1, query, key, value, dim**-0.5, window) for plan in plans)
+        theirs, ours = (plan.attend(1, query, key, value, dim**-0.5, window, softmax) for plan in plans)
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
-        assert torch.equal(cache.keys, expected.keys)
-        assert torch.equal(cache.values, expected.values)
+        assert torch.equal(cache.keys[1], expected.keys[1])
+        assert torch.equal(cache.values[1], expected.values[1])
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads() -> None:
@@ -97,8 +115,7 @@ def test_large_scores_do_not_overflow() -> None:
     torch.manual_seed(4)
     shape, rows = SHAPES[0], 3
     caches = [filled_cache(rows, shape) for _ in range(2)]
-    caches[1].keys.copy_(caches[0].keys)
-    caches[1].values.copy_(caches[0].values)
+    copy_into(caches[1], caches[0])
     lengths, (query, key, value) = [300, 17, 130], new_tokens(rows, shape)
     positions = torch.tensor([lengths]) - 1
     theirs = DecodePlan(caches[0], lengths, positions).attend(0, query, key, value, 100.0, None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
@@ -20,6 +21,7 @@ from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.pretrained import causal_lm_class, meta_parameters
+from rlite.runtime.parallel.tensor import check_split
 
 SIZES = {
     "vocab_size": 97,
@@ -51,6 +53,9 @@ EQUAL: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16, "attn_logit_softcapping": 2.0},
+    "granite_swa": {"num_key_value_heads": 2, "sliding_window": 16},
+    "minicpm3": {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 8},
     "windowed qwen2": {
         "num_key_value_heads": 2,
         "use_sliding_window": True,
@@ -59,6 +64,7 @@ EQUAL: dict[str, dict[str, Any]] = {
         "layer_types": None,
     },
 }
+ROWS = ("self_attn.o_proj", "mlp.down_proj")
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gptj": ({"rotary_dim": 8}, "attention in code of its own"),
@@ -76,7 +82,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mixtral": ({**EXPERTS, "num_key_value_heads": 2}, r"mixture of experts \(model.layers.0"),
     "qwen3_moe": ({**EXPERTS, "num_key_value_heads": 2, "head_dim": 16}, "mixture of experts"),
     "recurrent_gemma": ({}, "layers of kind linear_attention"),
-    "gemma2": ({"num_key_value_heads": 2, "head_dim": 16}, "softcap"),
 }
 
 
@@ -282,15 +287,11 @@ def test_a_model_with_an_embedding_of_its_own_kind_passes() -> None:
     ("kind", "fields", "widths"),
     [
         ("qwen3", {"num_key_value_heads": 2, "head_dim": 320}, "width 320 and values of width 320"),
-        ("gemma", {"num_key_value_heads": 1, "head_dim": 20}, "width 20"),
-        (
-            "minicpm3",
-            {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
-            "width 24 and values of width 16",
-        ),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0}, "width 512 and values of width 512"),
+        ("gemma2", {"num_key_value_heads": 2, "head_dim": 16}, "caps its attention scores"),
     ],
 )
-def test_heads_that_gpu_kernels_do_not_take_are_refused_with_their_widths(
+def test_heads_that_gpu_kernels_do_not_take_are_refused_with_the_reason(
     kind: str, fields: dict[str, Any], widths: str
 ) -> None:
     config = config_of(kind, **fields)
@@ -301,6 +302,23 @@ def test_heads_that_gpu_kernels_do_not_take_are_refused_with_their_widths(
 def test_widths_are_found_in_every_layer_not_in_the_config() -> None:
     config = AutoConfig.for_model("gemma4_text")
     assert attention_widths(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) == [(256, 256), (512, 512)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "widths"),
+    [
+        ("gemma", {"num_key_value_heads": 1, "head_dim": 20}, (20, 20)),
+        ("minicpm3", {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}, (24, 16)),
+        ("granite_swa", {"num_key_value_heads": 2}, (12, 12)),
+    ],
+)
+def test_heads_that_zeros_make_equal_for_gpu_kernels_pass(
+    kind: str, fields: dict[str, Any], widths: tuple[int, int]
+) -> None:
+    config = config_of(kind, **fields)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    assert attention_widths(cls, config) == [widths]
+    check_gpu_kernels(cls, config)
 
 
 def test_heads_that_gpu_kernels_take_pass() -> None:
@@ -346,14 +364,19 @@ def test_a_model_that_trains_on_one_device_is_refused_by_name_for_tensor_paralle
         RliteInferenceEngine(folder).build(tensor_parallel_size=2)
 
 
-def test_layers_with_further_inputs_for_each_token_are_refused_by_name_for_tensor_parallel(tmp_path: Path) -> None:
-    rlite.shutdown()
-    sizes = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "layer_types": ["full_attention"] * 3}
-    heads = {"num_key_value_heads": 2, "head_dim": 16, "num_kv_shared_layers": 0, "activation_sparsity_pattern": None}
-    folder = save_checkpoint("gemma3n_text", tmp_path, **sizes, **heads)
-    engine = RliteTrainEngine(on_meta(folder))
-    with pytest.raises(ConfigError, match="'gemma3n_text' gives its layers per_layer_input"):
-        engine.build(tensor_parallel_size=2, tp_size=2)
+class WeighingLayer(Qwen3DecoderLayer):
+    """A layer with a further input for each token."""
+
+    def forward(self, hidden_states: Any, token_weights: Any = None, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, **kwargs) * token_weights[..., None]
+
+
+def test_layers_with_further_inputs_for_each_token_are_refused_by_name_for_tensor_parallel() -> None:
+    model = Qwen3ForCausalLM(config_of("qwen3", num_key_value_heads=2, head_dim=16))
+    assert set(check_split(model, 2).rows) == {f"model.layers.{i}.{row}" for i in range(3) for row in ROWS}
+    model.model.layers[0] = WeighingLayer(model.config, 0)
+    with pytest.raises(ConfigError, match="'qwen3' gives its layers token_weights"):
+        check_split(model, 2)
 
 
 def test_the_check_leaves_random_numbers_alone_and_works_within_device_contexts(tmp_path: Path) -> None:
