@@ -22,6 +22,7 @@ from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillP
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
+from rlite.backends.models.experts import implementation_for, stored_buffers, use_implementation
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
@@ -240,6 +241,9 @@ class ShardedModel:
         model: PreTrainedModel = meta_model(self.config, self.dtype, device)
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
+        use_implementation(model, implementation_for("auto", device.type, self.dtype))
+        for buffer in stored_buffers(model).values():
+            buffer.data = buffer.float()  # the choice of experts turns on small differences
         plan = TensorParallelPlan(model, tp_group)
         self.tp_size = plan.world_size
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size
@@ -312,13 +316,16 @@ class ShardedModel:
         path = path or self.path
         reader = CheckpointReader(path)
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        check_fit(reader, names, path, self.model)
+        buffers = stored_buffers(self.model)
+        check_fit(reader, {*names, *buffers}, path, self.model)
         self.allocate()
         with torch.no_grad(), real_tensors():
             for name, place in self._places.items():
                 if (found := reader.shape(name)) != place.global_shape:
                     raise CheckpointError(f"{path}: {name!r} is {found}, the config says {place.global_shape}")
                 place.get().copy_(reader.read(name, place.box))
+            for name, buffer in buffers.items():
+                buffer.copy_(reader.read(name))
         if bad := nonfinite_names(self.parameter_shards()):
             raise CheckpointError(f"{path}: the weights are not finite in {self.dtype}: {bad[0]} holds NaN or infinity")
 
@@ -337,14 +344,17 @@ class ShardedModel:
             place.set(place.get().data.to(device))
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return each parameter once, tied parameters under the embedding's name.
+        """Return each parameter once, tied parameters under the embedding's name, and buffers that a checkpoint stores.
 
         The shards are valid until the model moves.
         """
-        return {
+        shards = {
             name: ParameterShard(place.get().data, tuple(s.start for s in place.box), place.global_shape)
             for name, place in self._places.items()
         }
+        for name, buffer in stored_buffers(self.model).items():
+            shards[name] = ParameterShard(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
+        return shards
 
     def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the parameters. They change when parameters move, not when parameters are written."""

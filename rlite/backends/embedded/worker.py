@@ -30,6 +30,7 @@ from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models import architecture
+from rlite.backends.models.experts import stored_buffers
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampling import RequestRules, length_objection
 from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
@@ -334,13 +335,13 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
     model = meta_model(config)
     check_plain(config, path)
     cls, names = type(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    architecture.check_architecture(cls, model.config, names)
+    architecture.check_architecture(cls, model.config)
     if (reason := refusal(cls, model.config)) is not None:
         told = f"{path}: {cls.__name__} ({config.model_type!r}) {reason}. {architecture.REMEDY}"
         raise ConfigError(f"{told}, or use another executor")
     if has_gpus():
         architecture.check_gpu_kernels(cls, model.config)
-    architecture.check_fit(CheckpointReader(path), names, path, model)
+    architecture.check_fit(CheckpointReader(path), {*names, *stored_buffers(model)}, path, model)
     if tensor_parallel_size > 1:
         check_tensor_parallel(model, tensor_parallel_size)
 

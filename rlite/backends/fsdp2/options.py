@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from rlite.config import Count, Options, Positive
-from rlite.types import BalanceBy, PackingMethod
+from rlite.config import Count, Options, Positive, Rate
+from rlite.types import BalanceBy, ExpertsImplementation, PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:
@@ -43,6 +43,16 @@ class Fsdp2Options(Options):
     """workers that share each matrix (tensor and sequence parallel); divides the workers that hold one copy"""
     sp_size: Count = 1
     """workers that share the tokens of each microbatch (context parallel); divides the workers that hold one copy"""
+    ep_size: Count = 1
+    """workers that share the experts of each layer (expert parallel); divides the workers that hold one copy, and the
+    number of experts"""
+    experts_implementation: ExpertsImplementation = "auto"
+    """transformers' computation of experts: "eager" loops over experts, "grouped_mm" multiplies all by one kernel,
+    "batched_mm" copies the matrices of each token's experts; "auto" is grouped_mm on GPUs and eager on CPU"""
+    router_aux_loss_coef: Rate = 0.0
+    """factor of the auxiliary loss that spreads tokens evenly over experts; 0 is off. It costs one more forward pass"""
+    router_bias_update_rate: Rate = 0.0
+    """change of the routers' correction biases in each optimizer step, towards an even load; 0 is off"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     deterministic: bool = False

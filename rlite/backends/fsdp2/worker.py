@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
 from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.experts import corrects, implementation_for, stored_buffers, use_implementation
 from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.backends.models.lora import LoraTrainModule
 from rlite.engine.registry import TrainBackend
@@ -64,6 +66,10 @@ def make_module(
         linear.use_liger_kernels(module)
     if options.gradient_checkpointing:
         module.recompute_activations()
+    compute_dtype = getattr(torch, options.compute_dtype or default)
+    experts = module.prepare_experts(mesh, options)
+    if experts:
+        use_implementation(module, implementation_for(options.experts_implementation, device.type, compute_dtype))
     if options.deterministic:
         module.make_deterministic()
     elif device.type == "cpu":
@@ -72,7 +78,7 @@ def make_module(
         module.parallelize(mesh.tensor)
     if mesh.dims.seq > 1:
         module.context_group = mesh.seq
-    fsdp.shard(module, module.fsdp_units(), mesh, getattr(torch, options.compute_dtype or default), param_dtype)
+    fsdp.shard(module, module.fsdp_units(), mesh, compute_dtype, param_dtype, experts)
     return module, fsdp.allocate(module, device, param_dtype)
 
 
@@ -103,6 +109,11 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
         if shape != box.global_shape:
             raise CheckpointError(f"{stored}: the model needs shape {box.global_shape}, {where} has {shape}")
         box.tensor.copy_(module.preprocess_named_parameter(name, reader.read(stored, box.box)))
+    for name, buffer in stored_buffers(module).items():
+        stored = module.checkpoint_name(name)
+        if reader.shape(stored) != tuple(buffer.shape):
+            raise CheckpointError(f"{stored}: the model needs {tuple(buffer.shape)}, {where} has {reader.shape(stored)}")
+        buffer.copy_(reader.read(stored))
     if names := nonfinite_names(boxes):
         raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")
 
@@ -118,7 +129,8 @@ def check_module_fits(module: BaseTrainModule, reader: Any, where: str) -> None:
     Raises:
         CheckpointError: the message names a tensor and the remedy.
     """
-    names = {module.checkpoint_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    own = (*(name for name, _ in module.named_parameters(remove_duplicate=False)), *stored_buffers(module))
+    names = {module.checkpoint_name(name) for name in own}
     check_fit(reader, names, where, module)
 
 
@@ -154,7 +166,10 @@ def export(module: BaseTrainModule, path: Path, is_writer: bool, group: dist.Pro
     trained: dict[str, Tensor] = {}
     if isinstance(module, LoraTrainModule) and module.lora is not None:
         trained = {name: fsdp.full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
-    tensors = ((name, fsdp.full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
+    tensors = chain(
+        ((name, fsdp.full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters()),
+        stored_buffers(module).items(),
+    )
     served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
     try:
         if is_writer:
@@ -171,7 +186,7 @@ def _write(module: Any, path: Path, tensors: Iterable[tuple[str, Tensor]], adapt
     is_transformer = isinstance(module, HuggingFaceFsdp2TrainModule)
     writer = Writer(path, module.config.dtype if is_transformer else None)
     for name, tensor in tensors:
-        writer.add(name, tensor)
+        writer.add(name, tensor, keeps_dtype=corrects(name))
     if is_transformer:
         source = module.config._name_or_path
         folder = local_checkpoint(source, weights=False) if source else None
@@ -201,7 +216,7 @@ class Fsdp2Worker(BatchRunner):
         self._is_here = False
         """`module` exists; `to_meta` frees it"""
         self._rested: torch.optim.Optimizer | None = None
-        dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
+        dims = layout(context.world_size, executor_size, options)
         self._mesh = fsdp.make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
         self.staged: Any = None
@@ -280,6 +295,16 @@ class Fsdp2Worker(BatchRunner):
             self._own_names[out[0]] = name
             if self._mesh.tensor_rank == 0 or not parameter.placements[-1].is_replicate():  # type: ignore[attr-defined]
                 served[out[0]] = ParameterShard(out[1], box.offset, box.global_shape)
+        return served | self._served_buffers()
+
+    def _served_buffers(self) -> dict[str, ParameterShard]:
+        """Return the buffers that the first rank of each copy serves; every rank holds them whole."""
+        served = {}
+        for name, buffer in stored_buffers(self.module).items():
+            if (out := self.module.postprocess_named_parameter(name, buffer)) is not None:
+                self._own_names[out[0]] = name
+                if self._mesh.rank % (self._mesh.dims.num_shards * self._mesh.dims.tensor) == 0:
+                    served[out[0]] = ParameterShard(out[1], (0,) * buffer.dim(), tuple(buffer.shape))
         return served
 
     def aliases(self) -> dict[str, str]:
@@ -297,7 +322,8 @@ class Fsdp2Worker(BatchRunner):
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`. Call `served_shards` first."""
         own = self._own_names[name]
-        parameter = self.module.served_parameter(own, self.module.get_parameter(own))
+        stored = stored_buffers(self.module)
+        parameter = stored[own] if own in stored else self.module.served_parameter(own, self.module.get_parameter(own))
         out = self.module.postprocess_named_parameter(own, fsdp.full_tensor(parameter))
         assert out is not None  # else it were not served
         return out[1]
@@ -366,7 +392,9 @@ class Fsdp2Worker(BatchRunner):
         self._resume(sharded.unpack(packed, self._trained))
 
     def _snapshot(self, is_copied: bool, memory: host_memory.HostMemory | None = None) -> sharded.Snapshot:
-        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
+        accumulated: dict[str, Any] = {"weight": self._weight, "is_finite": self._is_finite}
+        if self.module.routing is not None:
+            accumulated["routing"] = self.module.routing.state_dict()
         return sharded.snapshot(self._trained, is_copied, memory, accumulated)
 
     @property
@@ -375,6 +403,8 @@ class Fsdp2Worker(BatchRunner):
 
     def _resume(self, accumulated: dict[str, Any]) -> None:
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
+        if self.module.routing is not None:
+            self.module.routing.load_state_dict(accumulated.get("routing", {}))
         self.module.on_state_loaded()
         self._rest_optimizer()
 
@@ -457,7 +487,7 @@ def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> Paral
     Raises:
         ConfigError: the sizes do not divide; the message shows the equation.
     """
-    return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size)
+    return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size, options.ep_size)
 
 
 def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
@@ -474,6 +504,7 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
         source = str(module.materialization_source())
         if Path(source).expanduser().is_dir():  # workers download a name of the hub
             check_module_fits(module, CheckpointReader(local_checkpoint(source)), source)
+    module.check_experts(options, current_session().device)
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
     if options.deterministic:

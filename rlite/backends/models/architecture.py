@@ -17,12 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, no_mask
+from rlite.backends.models.experts import experts_of, other_form, stored_buffers, use_implementation
 from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import quantised, quiet_transformers, real_tensors, rope_parts, summary
@@ -97,7 +99,10 @@ def saved(model: PreTrainedModel) -> Iterator[str]:
     with TemporaryDirectory() as folder:
         try:
             with quiet_transformers():
-                model.save_pretrained(folder)
+                (model.config if experts_of(model) else model).save_pretrained(folder)
+                if experts_of(model):
+                    tensors = {**dict(model.named_parameters()), **stored_buffers(model)}
+                    save_file(tensors, Path(folder) / "model.safetensors")
         except (OSError, SafetensorError) as error:
             told = f"{folder}: a small model for the check of this model could not be written"
             raise StorageError(f"{told}: {why_not_written(error)}") from error
@@ -189,10 +194,10 @@ TOLERANCE = 1e-4
 """largest difference of two logits in float32, in standard deviations of all logits; rounding gives 1e-6"""
 EXACT_TOLERANCE = 1e-9
 """the same in float64, where rounding gives 1e-15"""
+ROUTER_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+"""the same for mixtures of experts, many of whose routers compute in float32 always, and for their gradients"""
 MAX_FLASH_WIDTH = 256
 """widest head of torch's flash attention"""
-EXPERTS = re.compile(r"expert|moe|(^|\.)router(_gate)?\.", re.IGNORECASE)
-"""parts of parameter names that only mixtures of experts have"""
 OWN_TOKEN = "rlite_own_token"
 """attention in which a token sees itself alone"""
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -218,18 +223,17 @@ def once_per_config(check: Check) -> Check:
     return remembered
 
 
-def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str] = ()) -> None:
+def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
     """Refuse a model that a pack would compute differently from transformers.
 
     Args:
         cls: the transformers class.
         config: the model's config.
-        names: names of the checkpoint's or module's parameters, by which mixtures of experts are recognised.
 
     Raises:
         ConfigError: the model is refused; the message gives the reason.
     """
-    reason = _experts(names) or refusal(cls, config)
+    reason = refusal(cls, config)
     if reason is not None:
         raise ConfigError(f"{cls.__name__} ({config.model_type!r}) {reason}. {REMEDY}")
 
@@ -276,7 +280,9 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     """
     try:
         model = miniature(cls, config)
-        if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
+        has_experts = bool(experts_of(model))
+        use_implementation(model, "eager")
+        if (reason := other_form(model, {"input_ids": sequences()[0][None]})) is not None:
             return reason
         expected, tolerance = _expected(model)
     except Exception as error:  # of any kind: the class's own code
@@ -286,8 +292,8 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
         if not mixes_tokens(model):
             if unknown := _unknown_layers(model.config):
                 return f"has layers of kind {unknown}, which rlite does not know"
-            if difference(expected, packed(model)) <= tolerance:
-                return _renamed(model)
+            if difference(expected, packed(model)) <= (ROUTER_TOLERANCE if has_experts else tolerance):
+                return _wrong_gradients(model) if has_experts else _renamed(model)
             fault = "computes masks or positions itself"
     except StorageError:  # says nothing of the class
         raise
@@ -304,9 +310,25 @@ def _expected(model: PreTrainedModel) -> tuple[Tensor, float]:
         return alone(model.float()), TOLERANCE
 
 
-def _experts(names: Iterable[str]) -> str | None:
-    found = next(filter(EXPERTS.search, names), None)
-    return found and f"is a mixture of experts ({found}), which rlite does not support yet"
+def _wrong_gradients(model: PreTrainedModel) -> str | None:
+    """Return a text about a parameter of a mixture of experts whose gradient differs in a pack, in training mode."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    found = [_gradients(model, compute) for compute in (alone, packed)]
+    for name, expected in found[0].items():
+        if difference(expected, found[1][name]) > GRADIENT_TOLERANCE:
+            return f"has other gradients in packs ({name}), or draws random numbers in training"
+    return None
+
+
+@torch.enable_grad()
+def _gradients(model: PreTrainedModel, compute: Callable[[PreTrainedModel], Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the sum of squared outputs, of each parameter that has one, scaled to deviation 1."""
+    model.zero_grad()
+    compute(model).double().square().mean().backward()
+    return {name: p.grad / p.grad.std() for name, p in model.named_parameters() if p.grad is not None and p.numel() > 1}
 
 
 def _renamed(model: PreTrainedModel) -> str | None:
@@ -400,7 +422,7 @@ def _attend_to_own_token(
     """Return each token's value as its attention [1, T, H, D], and note the widths of queries and values."""
     if widths is not None:
         widths[query.shape[-1], value.shape[-1]] = None
-    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
 def alone(model: PreTrainedModel) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -26,15 +27,18 @@ from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
+from rlite.backends.models import experts
 from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, rope_limit
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention, recompute_alike
 from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
+from rlite.backends.models.experts import divided_apart, experts_of
 from rlite.backends.models.head_logprobs import logprobs_of
+from rlite.backends.models.routing import Routing, check_balance
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, meta_parameters, padding_token, real_tensors
 from rlite.runtime.parallel.context_parallel import ContextShare
-from rlite.runtime.parallel.fsdp import shard_group
+from rlite.runtime.parallel.fsdp import TrainMesh, shard_group
 from rlite.runtime.parallel.tensor import check_split, parallelize
 
 DropoutRates = Mapping[tuple[str, ...], float]
@@ -198,7 +202,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def check_architecture(self) -> None:
         """Raise ConfigError if packs would be computed differently from transformers."""
         if (cls := self._transformers_class()) is not None:
-            check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
+            check_architecture(cls, self.config)
 
     def check_gpu_kernels(self) -> None:
         """Raise ConfigError if the heads are too wide for the attention kernels of GPUs."""
@@ -213,11 +217,30 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def check_parallel(self, size: int) -> None:
         """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
-        check_split(self, size)
+        check_split(self, size, divided_apart(self))
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""
-        parallelize(self, mesh)
+        parallelize(self, mesh, divided_apart(self))
+        if self.routing is not None:
+            self.routing.tensor_group = mesh.get_group()
+
+    def check_experts(self, options: Any, device_type: str) -> None:
+        """Raise ConfigError if the options of experts do not fit the model; see `rlite.backends.models.experts`."""
+        model: Any = self
+        dtype = getattr(torch, options.compute_dtype or ("bfloat16" if device_type == "cuda" else options.param_dtype))
+        experts.check_implementation(model, options.experts_implementation, device_type, dtype)
+        check_balance(model, options.router_aux_loss_coef, options.router_bias_update_rate)
+        if options.ep_size > 1:
+            experts.check_expert_parallel(model, options.ep_size)
+
+    def prepare_experts(self, mesh: TrainMesh, options: Any) -> list[nn.Module]:
+        """Divide the experts of the module, and observe their routers; see `rlite.backends.models.experts`."""
+        model: Any = self
+        if not experts_of(model):
+            return []
+        self.routing = Routing(model, options.router_aux_loss_coef, options.router_bias_update_rate)
+        return experts.divide(model, mesh)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' own method, for methods of yours.
@@ -265,9 +288,16 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
         layout = PackedLayout(data["cu_seqlens"], length, share, attend)
         ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
-        with attention(self.config, PACKED):
+        with attention(self.config, PACKED), self._seen(ids[0], share):
             output = self(input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout)
         return share.gather_results(output.logits[0])
+
+    def _seen(self, ids: Tensor, share: ContextShare) -> AbstractContextManager[None]:
+        """Return a context in which the routers' choices for this rank's tokens are seen."""
+        if self.routing is None:
+            return nullcontext()
+        is_token = torch.ones_like(ids, dtype=torch.bool) if share.group is None else share.own_positions() >= 0
+        return self.routing.tokens(is_token)
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None

@@ -37,6 +37,10 @@ class TrainMesh:
     """mesh of this rank's tensor-parallel group"""
     seq: dist.ProcessGroup
     """context-parallel group of this rank"""
+    expert_data: DeviceMesh
+    """FSDP's for experts: ("shard") or ("replicate", "shard"); every rank of a copy has tokens of its own"""
+    expert: DeviceMesh
+    """mesh of this rank's expert-parallel group"""
 
     @property
     def num_averaged(self) -> int:
@@ -61,22 +65,45 @@ def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: Par
     Returns:
         This rank's place.
     """
-    table = torch.tensor(world_ranks, dtype=torch.int).view(dims.copies, dims.num_shards, dims.tensor)
-    copy, shard, tensor = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
-    axes = {"shard": table[copy, :, tensor], "tensor": table[copy, shard, :]}
-    if dims.copies > 1:
-        axes = {"replicate": table[:, shard, tensor], **axes}
-    groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
-    ranks = table if dims.copies > 1 else table[0]
-    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
-    data = whole["replicate", "shard"] if dims.copies > 1 else whole["shard"]
+    table = torch.tensor(world_ranks, dtype=torch.int)
+    dense = table.view(dims.copies, dims.num_shards, dims.tensor)
+    data, tensor = _device_mesh(device_type, dense, rank, "tensor")
+    expert_data, expert = data, tensor
+    if dims.has_expert_mesh:
+        experts = table.view(dims.copies, dims.num_expert_shards, dims.expert)
+        expert_data, expert = _device_mesh(device_type, experts, rank, "expert")
+    copy, shard, place = (int(i) for i in torch.unravel_index(torch.tensor(rank), dense.shape))
     first = shard - shard % dims.seq
-    seq = subgroup(table[copy, first : first + dims.seq, tensor].tolist())
-    return TrainMesh(dims=dims, rank=rank, data=data, tensor=whole["tensor"], seq=seq)
+    seq = subgroup(dense[copy, first : first + dims.seq, place].tolist())
+    return TrainMesh(dims, rank, data, tensor, seq, expert_data, expert)
+
+
+def _device_mesh(device_type: str, table: torch.Tensor, rank: int, last: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return FSDP's mesh of a rank, and the mesh of its group along the fastest axis.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        table: ranks of the default group, [copies, shards, ranks of the fastest axis].
+        rank: index of this rank in the table.
+        last: name of the fastest axis.
+    """
+    copy, shard, place = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
+    axes = {"shard": table[copy, :, place], last: table[copy, shard, :]}
+    if len(table) > 1:
+        axes = {"replicate": table[:, shard, place], **axes}
+    groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
+    ranks = table if len(table) > 1 else table[0]
+    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+    return whole["replicate", "shard"] if len(table) > 1 else whole["shard"], whole[last]
 
 
 def shard(
-    module: nn.Module, units: Sequence[nn.Module], mesh: TrainMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: TrainMesh,
+    compute_dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    experts: Sequence[nn.Module] = (),
 ) -> None:
     """Apply FSDP2 to each unit and to the module itself. A single rank without mixed precision needs none.
 
@@ -88,6 +115,7 @@ def shard(
         mesh: this rank's place in the mesh.
         compute_dtype: dtype of parameters in forward and backward passes.
         param_dtype: dtype in which parameters are stored.
+        experts: modules inside of units that have a mesh of their own, the mesh of experts, if the layout has one.
     """
     if mesh.num_averaged * mesh.dims.tensor == 1 and compute_dtype == param_dtype:
         return
@@ -95,6 +123,8 @@ def shard(
     if compute_dtype != param_dtype:
         outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         inner = replace(outer, cast_forward_inputs=False)
+    for each in experts if mesh.dims.has_expert_mesh else ():
+        fully_shard(each, mesh=mesh.expert_data, mp_policy=inner)
     for unit in units:
         fully_shard(unit, mesh=mesh.data, mp_policy=inner)
     fully_shard(module, mesh=mesh.data, mp_policy=outer)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -79,10 +79,16 @@ def _refusal(model: PreTrainedModel, problem: str) -> str:
     return f"{model.config.model_type!r} {problem}; use one device for each copy"
 
 
-def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_linears(
+    model: PreTrainedModel, experts: Collection[nn.Module] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Find the linear layers that the model's own plan splits.
 
     A layer with an adapter is PEFT's layer, which holds the linear layer as `base_layer`.
+
+    Args:
+        model: the model.
+        experts: modules that are divided otherwise.
 
     Returns:
         Layers split by columns (their outputs) and layers split by rows (their inputs), by name.
@@ -95,7 +101,10 @@ def split_linears(model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any
     if not styles:
         raise ConfigError(_refusal(model, "has no tensor parallel plan"))
     split: dict[str, dict[str, Any]] = {COLUMN: {}, ROW: {}}
+    apart = {id(part) for each in experts for part in (each, *each.parameters())}
     for name, module in (*model.named_modules(), *model.named_parameters()):
+        if id(module) in apart:
+            continue
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if style is None or style.startswith("replicated"):
             continue
@@ -281,8 +290,15 @@ LAYER_INPUTS = {
 """inputs that layers may have besides rotary angles: only hidden states are split over tokens"""
 
 
-def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def check_split(
+    model: PreTrainedModel, size: int, experts: Collection[nn.Module] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Find the linear layers that training splits over `size` ranks.
+
+    Args:
+        model: the model.
+        size: number of ranks.
+        experts: modules that are divided otherwise.
 
     Returns:
         Layers split by columns and layers split by rows, by name.
@@ -294,7 +310,7 @@ def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict
     inputs = inspect.signature(type(_layers(model)[0]).forward).parameters
     if others := [name for name in inputs if name not in LAYER_INPUTS and not name.startswith("position_embeddings")]:
         raise ConfigError(_refusal(model, f"gives its layers {', '.join(others)}, which is not split over tokens"))
-    columns, rows = split_linears(model)
+    columns, rows = split_linears(model, experts)
     for axis, linears in ((0, columns), (1, rows)):
         for name, linear in linears.items():
             if linear.weight.shape[axis] % size:
@@ -302,16 +318,21 @@ def check_split(model: PreTrainedModel, size: int) -> tuple[dict[str, Any], dict
     return columns, rows
 
 
-def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh, experts: Collection[nn.Module] = ()) -> None:
     """Split the model, which is on meta, over the ranks of a one-dimensional mesh, by the model's own plan.
 
     Embedding and head are split if their number of rows divides and the embedding is torch's own; otherwise they are
     whole on every rank.
 
+    Args:
+        model: the model.
+        mesh: the ranks.
+        experts: modules that stay as they are. Between blocks, each rank has tokens of its own for them.
+
     Raises:
         ConfigError: as `check_split`.
     """
-    columns, rows = check_split(model, mesh.size())
+    columns, rows = check_split(model, mesh.size(), experts)
     group = mesh.get_group()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     vocabulary = [module for module in (embedding, head) if module is not None]
@@ -321,12 +342,13 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     axis = {parameter: 0 for module in (*columns.values(), *vocabulary) for parameter in _of_outputs(module)}
     axis.update({parameter: 1 for row in rows.values() for parameter in _of_inputs(row)})
-    _distribute(model, mesh, axis)
+    apart = {parameter for each in experts for parameter in each._parameters.values()}
+    _distribute(model, mesh, axis, apart)
 
     layers, tokens = _layers(model), _TokenHooks(group)
     inside = {id(module) for part in (*layers, *vocabulary) for module in part.modules()}
     for module in model.modules():
-        if module._parameters:
+        if module._parameters and module not in experts:
             whole: Placement = Partial() if id(module) in inside else Replicate()
             module.forward = partial(_on_local_parameters, module, module.forward, whole)
     for name, row in rows.items():
@@ -362,10 +384,15 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _distribute(model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, int]) -> None:
-    """Replace every parameter by a DTensor on meta; shared ones stay shared."""
+def _distribute(
+    model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, int], apart: Collection[Any] = ()
+) -> None:
+    """Replace every parameter but those `apart` by a DTensor on meta; shared ones stay shared."""
+    kept = {id(parameter) for parameter in apart}
 
     def make(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) in kept:
+            return parameter
         shape = list(parameter.shape)
         placement: Placement = Replicate()
         if (dim := axis.get(parameter)) is not None:
@@ -404,7 +431,7 @@ def _on_local_parameters(module: nn.Module, forward: Any, whole: Placement, *arg
 def _row_forward(row: nn.Linear, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """Return this rank's part of the tokens from its part of the columns. The whole bias of `row` must count once."""
     with bias_apart(row) as bias:
-        out = reduce_scatter(forward(x), group, dim=1)
+        out = reduce_scatter(forward(x), group, dim=-2)
     if isinstance(bias, DTensor):
         out = out + bias.to_local(grad_placements=[Partial()])
     return out
@@ -446,7 +473,7 @@ class _TokenHooks:
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        return _with_hidden(args, kwargs, lambda x: _cut(gather(x, self._group, dim=1, grad="sum"), kwargs))
+        return _with_hidden(args, kwargs, lambda x: _cut(gather(x, self._group, dim=-2, grad="sum"), kwargs))
 
     def join(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
         """Return the output of the last layer with all tokens.

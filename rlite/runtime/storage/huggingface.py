@@ -55,9 +55,15 @@ class Writer:
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total_bytes = 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor; it is written when the current file is full."""
-        if self._dtype is not None and tensor.is_floating_point():
+    def add(self, name: str, tensor: Tensor, keeps_dtype: bool = False) -> None:
+        """Add a tensor; it is written when the current file is full.
+
+        Args:
+            name: name of the tensor.
+            tensor: the whole tensor.
+            keeps_dtype: do not convert it.
+        """
+        if self._dtype is not None and not keeps_dtype and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > MAX_FILE_BYTES:
