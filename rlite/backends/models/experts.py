@@ -47,6 +47,8 @@ CORRECTION = re.compile(r"(correction|expert)_bias$")
 """names of the biases that routers add to the scores for the choice of experts alone"""
 DISPATCHED, SHARDED = "ep_dispatch_experts", "grouped_gemm"
 """styles of transformers' expert parallel plans"""
+DISPATCHES = "is_transposed"
+"""attribute of experts whose computation can be chosen"""
 _WRAPPED = re.compile(r"\.base_layer(?=\.|$)")
 
 
@@ -156,8 +158,9 @@ def implementation_for(name: str, device_type: str, dtype: torch.dtype) -> str:
 
 def use_implementation(model: PreTrainedModel, name: str) -> None:
     """Make a model's experts compute with one of transformers' implementations. Nothing changes without experts."""
-    if experts_of(model):
-        model.set_experts_implementation(name)
+    for module in experts_of(model).values():
+        if DISPATCHES in vars(module):  # transformers' own setter looks for the source of the class, here a subclass
+            module.config._experts_implementation = name
 
 
 def check_implementation(model: PreTrainedModel, name: str, device_type: str, dtype: torch.dtype) -> None:
@@ -170,7 +173,7 @@ def check_implementation(model: PreTrainedModel, name: str, device_type: str, dt
         return
     if not experts_of(model):
         raise ConfigError(f"experts_implementation={name}: {model.config.model_type!r} has no experts; leave it out")
-    if name != "eager" and not model._can_set_experts_implementation():
+    if name != "eager" and not all(DISPATCHES in vars(module) for module in experts_of(model).values()):
         kind = model.config.model_type
         raise ConfigError(f"experts_implementation={name}: {kind!r} computes its experts in code of its own; use eager")
     implementation_for(name, device_type, dtype)
@@ -315,7 +318,7 @@ def adapter_factors(adapter: Any, rank: int = 0, num_experts: int | None = None)
 def is_transposed(adapter: Any) -> bool:
     """Return whether the experts below an adapter hold their matrices as [in, out]."""
     experts = adapter.get_base_layer()
-    return bool(vars(experts).get("is_transposed", False))
+    return bool(vars(experts).get(DISPATCHES, False))
 
 
 def stacked_factors(

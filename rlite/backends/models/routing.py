@@ -222,7 +222,11 @@ class Routing:
         Args:
             is_counted: False for a microbatch that has only padding rows.
         """
-        assert self._counted is not None
+        if self._counted is None:  # a compute_logits of the user's own
+            if self.aux_loss_coef:
+                problem = "compute_logits of the module does not say which tokens count"
+                raise ConfigError(f"router_aux_loss_coef: {problem}; call the model inside self.routing.tokens(mask)")
+            return
         seen = [self._seen[layer.name] for layer in self._layers]
         parts = (
             *(torch.cat([part.detach() for part in column]) for column in list(zip(*seen, strict=True))[:2]),
@@ -281,6 +285,8 @@ class Routing:
                 mean over layers; `auxiliary_loss`, 1 if balanced; `idle_share` of the experts of all layers that got no
                 token of this batch; `dropped_share`, none in DROPPED_STEPS optimizer steps; `nonfinite_tokens`.
         """
+        if self._total is None:
+            return {}
         counts, means, num_nonfinite, _ = self._take(group)
         self._step_counts += counts
         load, num_experts = _shares(counts), counts.shape[1]

@@ -1,0 +1,135 @@
+"""Mixtures of experts on four CPU processes give the gradients and weights of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlite import RliteTrainEngine, gathered
+from rlite.errors import ConfigError
+from rlite.nn.pretrained import causal_lm_class
+from rlite.runtime.parallel.fsdp import full_tensor
+from tests.integration.modules import Policy, make_batch, num_counted, on_meta, token_loss
+from tests.integration.worlds import world
+from tests.mixtures import build_mixture_dir
+
+Build = Callable[..., RliteTrainEngine]
+LENGTHS = [9, 4, 13, 1, 7, 6, 5]
+EXACT = {"param_dtype": "float64", "max_grad_norm": 0.05}
+LAYOUTS = [
+    {"size": 2, "ep_size": 2},
+    {"size": 4, "ep_size": 2},
+    {"size": 4, "ep_size": 4},
+    {"size": 2, "tp_size": 2},
+    {"size": 2, "tp_size": 2, "ep_size": 2},
+    {"size": 2, "sp_size": 2, "ep_size": 2},
+    {"size": 4, "tp_size": 2},
+    {"size": 4, "tp_size": 2, "ep_size": 2},
+    {"size": 4, "tp_size": 2, "ep_size": 4},
+    {"size": 4, "sp_size": 2, "ep_size": 4},
+    {"size": 4, "tp_size": 2, "sp_size": 2, "ep_size": 2},
+    {"size": 2, "copies": 2, "ep_size": 2},
+    {"size": 2, "copies": 2, "tp_size": 2},
+    {"size": 2, "copies": 2, "tp_size": 2, "ep_size": 2},
+]
+
+
+class MixturePolicy(Policy):
+    @gathered("first")
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: full_tensor(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}
+
+
+class OneByOne(MixturePolicy):
+    """A policy that computes one sequence after the other, with transformers' own attention."""
+
+    def check_architecture(self) -> None:
+        """Packs are not used."""
+
+    def compute_logits(self, data: dict[str, Any]) -> Tensor:
+        self.set_attn_implementation("eager")
+        rows = data["input_ids"].split(data["cu_seqlens"].diff().tolist())
+        return torch.cat([self(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with world(4):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder_of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = build_mixture_dir(tmp_path_factory.mktemp("models") / kind, kind)
+        return made[kind]
+
+    return folder_of
+
+
+@pytest.fixture
+def build(folder: Callable[[str], Path]) -> Iterator[Build]:
+    """build(kind, size=, copies=, **options): an engine that is released after the test."""
+    built = []
+
+    def build_engine(kind: str, size: int = 1, copies: int = 1, carrier: Any = MixturePolicy, **options: Any) -> Any:
+        engine: Any = RliteTrainEngine(on_meta(causal_lm_class(folder(kind), carrier), folder(kind)))
+        engine.build(tensor_parallel_size=size, data_parallel_size=copies, **options)
+        built.append(engine)
+        return engine
+
+    yield build_engine
+    for engine in built:
+        engine.release()
+
+
+def trained(engine: RliteTrainEngine) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Weights after two AdamW steps, and the last step's statistics."""
+    for seed in range(2):
+        stats = engine.train_batch(make_batch(LENGTHS, seed), token_loss, num_counted)
+    return engine.state_dict(), stats
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], what: Any, atol: float = 1e-9) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], atol=atol, rtol=0, msg=f"{what} {name}")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe"])
+def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Build, kind: str) -> None:
+    balanced = {**EXACT, "router_aux_loss_coef": 0.1}
+    alone = build(kind, **balanced)
+    expected, expected_stats = trained(alone)
+    alone.release()
+    for layout in LAYOUTS:
+        engine = build(kind, **layout, **balanced, max_tokens_per_microbatch=14, gradient_checkpointing=True)
+        weights, stats = trained(engine)
+        assert_close(weights, expected, layout)
+        for key in ("loss", "grad_norm", "weight", *(name for name in expected_stats if name.startswith("moe/"))):
+            assert stats[key] == pytest.approx(expected_stats[key], abs=1e-9), (layout, key)
+        engine.release()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_experts_on_two_ranks_have_the_gradients_of_whole_experts(build: Build, kind: str, implementation: str) -> None:
+    carrier = OneByOne if kind == "gpt_oss" else MixturePolicy
+    found = []
+    for ep_size in (1, 2):
+        engine: Any = build(
+            kind, size=2, ep_size=ep_size, carrier=carrier, experts_implementation=implementation, **EXACT
+        )
+        engine.forward_backward(make_batch(LENGTHS), token_loss, num_counted)
+        found.append(engine.gradients())
+        engine.release()
+    assert any("experts" in name for name in found[0])
+    assert_close(found[1], found[0], kind)
