@@ -235,7 +235,11 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             experts.check_expert_parallel(model, options.ep_size)
 
     def prepare_experts(self, mesh: TrainMesh, options: Any) -> list[nn.Module]:
-        """Divide the experts of the module, and observe their routers; see `rlite.backends.models.experts`."""
+        """Divide the experts of the module, and observe their routers; see `rlite.backends.models.experts`.
+
+        Returns:
+            The experts, which are sharded over a mesh of their own.
+        """
         model: Any = self
         if not experts_of(model):
             return []
