@@ -125,7 +125,7 @@ def other_form(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str | None:
 
     hooks = [module.register_forward_pre_hook(partial(look, name)) for name, module in found.items()]
     try:
-        model(**inputs, use_cache=False)
+        model.base_model(**inputs, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
