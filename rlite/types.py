@@ -56,6 +56,8 @@ BalanceBy = Literal["tokens", "flops"]
 """quantity of a batch that data-parallel ranks share evenly"""
 PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
 """ways to fill microbatches, see `rlite.runtime.parallel.microbatch_plan.plan_microbatches`"""
+ExpertsImplementation = Literal["auto", "eager", "grouped_mm", "batched_mm"]
+"""ways to compute the experts of a mixture"""
 MAX_KEPT_IDS = 512
 """most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
 MAX_TOP_LOGPROBS = 20

@@ -16,6 +16,7 @@ from rlite.algorithms.kept_ids import KeptIds, kept_logprobs
 from rlite.algorithms.logits import gather_logprobs_entropy
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
 from rlite.errors import ConfigError
+from rlite.runtime.parallel.fsdp import TrainMesh
 
 CheckpointSource = str | Path | Mapping[str, Tensor]
 """a Hugging Face folder or hub name, or the tensors themselves by parameter name"""
@@ -36,6 +37,8 @@ class BaseTrainModule(nn.Module):
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     context_group: dist.ProcessGroup | None = None
     """set by the worker: the ranks that share the tokens of each pack (context parallel)"""
+    routing: Any = None
+    """set by the worker: the observer of a mixture of experts; see `rlite.backends.models.routing`"""
 
     def materialization_source(self) -> CheckpointSource:
         """Return the source of the weights. Called in every worker.
@@ -94,6 +97,32 @@ class BaseTrainModule(nn.Module):
             ConfigError: the subclass does not define it.
         """
         raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")
+
+    def check_experts(self, options: Any, device_type: str) -> None:
+        """Check that the options of experts fit the module. Called before any process starts.
+
+        Args:
+            options: the executor's options.
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: they do not fit. The default implementation has no experts.
+        """
+        if options.ep_size > 1 or options.router_aux_loss_coef or options.router_bias_update_rate:
+            problem = f"{type(self).__name__} has no prepare_experts(mesh, options)"
+            raise ConfigError(f"ep_size and options of routers: {problem}; define it, or leave them out")
+
+    def prepare_experts(self, mesh: TrainMesh, options: Any) -> list[nn.Module]:
+        """Divide the experts of the module, still on meta, over the ranks of a mesh, and observe their routers.
+
+        Args:
+            mesh: place of this rank.
+            options: the executor's options.
+
+        Returns:
+            The modules inside of `fsdp_units` that are sharded over the experts' own mesh.
+        """
+        return []
 
     def check_deterministic(self, device_type: str) -> None:
         """Check that the log-probabilities of `make_deterministic` are the served ones.

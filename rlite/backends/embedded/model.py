@@ -23,6 +23,7 @@ from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
+from rlite.backends.models.experts import corrects, implementation_for, use_implementation
 from rlite.backends.models.layout import AttentionLayers, attention_layers, equal_layers
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 from rlite.backends.models.mixers import State, install_mixers, mixing
@@ -254,6 +255,10 @@ class ShardedModel:
         self.model = model.eval().requires_grad_(False)
         self.has_state = bool(install_mixers(model))
         """true if sequences have a recurrent state beside keys and values"""
+        use_implementation(model, implementation_for("auto", device.type, self.dtype))
+        for name, buffer in stored_buffers(model).items():
+            if corrects(name):
+                buffer.data = buffer.float()  # the choice of experts turns on small differences
         plan = TensorParallelPlan(model, tp_group)
         self.tp_size = plan.world_size
         self.num_vocabulary_shards = 1 if self.config.get_text_config().vocab_size % self.tp_size else self.tp_size

@@ -343,8 +343,8 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
     config = load_config(path)
     model = meta_model(config)
     check_plain(config, path)
-    cls, names = type(model), {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    architecture.check_architecture(cls, model.config, names)
+    cls = type(model)
+    architecture.check_architecture(cls, model.config)
     if (reason := refusal(cls, model.config)) is not None:
         told = f"{path}: {cls.__name__} ({config.model_type!r}) {reason}. {architecture.REMEDY}"
         raise ConfigError(f"{told}, or use another executor")

@@ -15,6 +15,7 @@ from torch import Tensor
 from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
 from rlite.algorithms.reduce import WITHOUT_GRADIENT, Loss, LossSums, PerToken, Weight, call_loss, weigh
 from rlite.backends.fsdp2.options import Fsdp2Options
+from rlite.backends.models.routing import NO_ROUTING, NONFINITE
 from rlite.data.packs import BatchShare, Pack, lazy_pack, pair_rows
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
@@ -79,32 +80,49 @@ class BatchRunner:
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
         before, total, sums = self._weight, self._weight + added, LossSums()
+        routing = self.module.routing or NO_ROUTING
         values: defaultdict[str, list[Tensor]] = defaultdict(list)
         try:
             if before:
                 self._scale_gradients(before / total)
+            if routing.aux_loss_coef:
+                self._expect_load(routing, share, loss_fn, packs)
             for rows, weight in zip(share.microbatches, weights, strict=True):
                 data = packs.pop(0)
                 fsdp.set_gradient_sync(self.module, is_last=not packs)
-                outputs, loss, means = self._loss(loss_fn, rows, data)
-                if weight == 0:
-                    computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
-                    loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and NaN times 0 spoils every gradient
-                elif not loss.requires_grad:
-                    raise ConfigError(f"loss_fn {located(loss_fn)} {WITHOUT_GRADIENT}")
-                # FSDP averages gradients over ranks; the weights already divide by the whole batch
-                (loss * (weight / total * self._mesh.num_averaged)).backward()
+                with routing.watching():
+                    outputs, loss, means = self._loss(loss_fn, rows, data)
+                    if weight == 0:
+                        computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
+                        loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and so would be its gradient
+                    elif not loss.requires_grad:
+                        raise ConfigError(f"loss_fn {located(loss_fn)} {WITHOUT_GRADIENT}")
+                    # FSDP averages gradients over ranks; the weights already divide by the whole batch
+                    loss = loss * (weight / total * self._mesh.num_averaged)
+                    routing.with_auxiliary(loss, added / total * self._mesh.num_averaged, bool(rows)).backward()
+                    routing.add(bool(rows))
                 sums.add(means, weight)
                 for name, value in means.items():
                     if isinstance(value, PerToken):  # it stays on its device
                         values[name].append(own_tokens(rows, value.values))
-            summed = sums.means(self._sum, self._mesh.dims.num_data_ranks)
+            summed = sums.means(self._sum, self._mesh.dims.num_data_ranks) | routing.report(self._everyone)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             fsdp.forget_gradients(self.module)
+            routing.forget()
             raise
         self._weight = total
-        self._is_finite &= math.isfinite(summed["loss"])
+        self._is_finite &= math.isfinite(summed["loss"]) and not summed.get(NONFINITE)
         return {**summed, "weight": added, **{name: torch.cat(parts).cpu() for name, parts in values.items()}}
+
+    @torch.no_grad()
+    def _expect_load(self, routing: Any, share: BatchShare, loss_fn: Loss, packs: list[Pack]) -> None:
+        """Let all microbatches choose their experts, so that the auxiliary loss of each knows the load of the batch."""
+        with fsdp.resharded(self.module):
+            for rows, data in zip(share.microbatches, packs, strict=True):
+                with routing.watching():
+                    self._outputs(loss_fn, data)
+                    routing.add(bool(rows))
+        routing.expect(self._everyone)
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`.
@@ -121,6 +139,8 @@ class BatchRunner:
         if not is_skipped:
             optimizer.step()
         weight = self._weight
+        routing = self.module.routing or NO_ROUTING
+        routing.finish_step(is_skipped)
         self._forget()  # else gradients take memory, and are offloaded and saved
         return {"grad_norm": norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
@@ -138,6 +158,7 @@ class BatchRunner:
     def _forget(self) -> None:
         (self.module.optimizer or self.module).zero_grad(set_to_none=True)
         self._weight, self._is_finite = 0.0, True
+        (self.module.routing or NO_ROUTING).forget()
 
     def _scale_gradients(self, factor: float) -> None:
         held = [fsdp.local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from rlite.config import Count, Options, Positive
-from rlite.types import BalanceBy, PackingMethod
+from rlite.config import Count, Options, Positive, Rate
+from rlite.types import BalanceBy, ExpertsImplementation, PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:
@@ -43,11 +43,22 @@ class Fsdp2Options(Options):
     """workers that share each matrix (tensor and sequence parallel); divides the workers that hold one copy"""
     sp_size: Count = 1
     """workers that share the tokens of each microbatch (context parallel); divides the workers that hold one copy"""
+    ep_size: Count = 1
+    """workers that share the experts of each layer (expert parallel); divides the workers that hold one copy, and the
+    number of experts"""
+    experts_implementation: ExpertsImplementation = "auto"
+    """transformers' computation of experts: "eager" loops over experts, "grouped_mm" multiplies all by one kernel,
+    "batched_mm" copies the matrices of each token's experts; "auto" is grouped_mm on GPUs and eager on CPU"""
+    router_aux_loss_coef: Rate = 0.0
+    """factor of the auxiliary loss that spreads tokens evenly over experts; 0 is off. It costs one more forward pass"""
+    router_bias_update_rate: Rate = 0.0
+    """change of the routers' correction biases in each optimizer step, towards an even load; 0 is off"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     deterministic: bool = False
-    """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2
-    and Qwen3 in float32 on CPU. They equal those that executor "torch" serves with deterministic=true. Slower"""
+    """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2,
+    Qwen3 and Qwen3-MoE in float32 on CPU. They equal those that executor "torch" serves with deterministic=true.
+    Slower"""
     use_liger_kernel: bool = False
     """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False
@@ -65,5 +76,7 @@ class Fsdp2Options(Options):
             return
         if (dtype := self.compute_dtype or self.param_dtype) != "float32":
             yield f"deterministic=true computes in float32, not in {dtype}; leave param_dtype and compute_dtype out"
+        if self.ep_size > 1:
+            yield f"deterministic=true cannot send tokens to experts on ep_size={self.ep_size} workers; use ep_size=1"
         if self.sp_size > 1:
             yield f"deterministic=true cannot divide sequences over sp_size={self.sp_size} workers; use sp_size=1"

@@ -26,6 +26,7 @@ from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
 from rlite.backends.models.architecture import check_container, check_fit
+from rlite.backends.models.experts import implementation_for, use_implementation
 from rlite.backends.models.expressions import Held
 from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.backends.models.lora import LoraTrainModule
@@ -67,6 +68,10 @@ def make_module(
         linear.use_liger_kernels(module)
     if options.gradient_checkpointing:
         module.recompute_activations()
+    compute_dtype = getattr(torch, options.compute_dtype or default)
+    experts = module.prepare_experts(mesh, options)
+    if experts:
+        use_implementation(module, implementation_for(options.experts_implementation, device.type, compute_dtype))
     if options.deterministic:
         module.make_deterministic()
     elif device.type == "cpu":
@@ -75,7 +80,7 @@ def make_module(
         module.parallelize(mesh.tensor)
     if mesh.dims.seq > 1:
         module.context_group = mesh.seq
-    fsdp.shard(module, module.fsdp_units(), mesh, getattr(torch, options.compute_dtype or default), param_dtype)
+    fsdp.shard(module, module.fsdp_units(), mesh, compute_dtype, param_dtype, experts)
     return module, fsdp.allocate(module, device, param_dtype)
 
 
@@ -150,7 +155,10 @@ def export(module: BaseTrainModule, path: Path, form: StoredForm, is_writer: boo
     trained: dict[str, Tensor] = {}
     if isinstance(module, LoraTrainModule) and module.lora is not None:
         trained = {name: fsdp.full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
-    tensors = ((name, fsdp.full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
+    tensors = chain(
+        ((name, fsdp.full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters()),
+        stored_buffers(module).items(),
+    )
     served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
     try:
         if is_writer:
@@ -202,7 +210,7 @@ class Fsdp2Worker(BatchRunner):
         self._is_here = False
         """`module` exists; `to_meta` frees it"""
         self._rested: torch.optim.Optimizer | None = None
-        dims = ParallelDims.of(context.world_size, executor_size, options.sp_size, options.tp_size)
+        dims = layout(context.world_size, executor_size, options)
         self._mesh = fsdp.make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
         self.staged: Any = None
@@ -222,7 +230,9 @@ class Fsdp2Worker(BatchRunner):
             if is_read:
                 source = read_weights(self.module, path)
                 drops = self._options.drop_untrained or isinstance(self.module, huggingface.HuggingFaceFsdp2ScoreModule)
-                self._form = self._form or stored_form(self.module, source, self._context.rank == 0, drops)
+                self._form = self._form or stored_form(
+                    self.module, source, self._context.rank == 0, drops, self._options.router_bias_update_rate > 0
+                )
             self.module.on_weights_materialized()
             self._rest_optimizer()
 
@@ -377,7 +387,9 @@ class Fsdp2Worker(BatchRunner):
         self._resume(sharded.unpack(packed, self._trained))
 
     def _snapshot(self, is_copied: bool, memory: host_memory.HostMemory | None = None) -> sharded.Snapshot:
-        accumulated = {"weight": self._weight, "is_finite": self._is_finite}
+        accumulated: dict[str, Any] = {"weight": self._weight, "is_finite": self._is_finite}
+        if self.module.routing is not None:
+            accumulated["routing"] = self.module.routing.state_dict()
         return sharded.snapshot(self._trained, is_copied, memory, accumulated)
 
     @property
@@ -386,6 +398,8 @@ class Fsdp2Worker(BatchRunner):
 
     def _resume(self, accumulated: dict[str, Any]) -> None:
         self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
+        if self.module.routing is not None:
+            self.module.routing.load_state_dict(accumulated.get("routing", {}))
         self.module.on_state_loaded()
         self._rest_optimizer()
 
@@ -468,7 +482,7 @@ def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> Paral
     Raises:
         ConfigError: the sizes do not divide; the message shows the equation.
     """
-    return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size)
+    return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size, options.ep_size)
 
 
 def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
@@ -488,6 +502,7 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
             if reader.is_container:
                 check_container(reader.config)
             check_fit(reader, source, module)
+    module.check_experts(options, "cuda" if has_gpus() else "cpu")
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
     if options.sp_size > 1 and isinstance(module, HuggingFaceFsdp2TrainModule):

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from rlite.backends.models.attention import MAX_FLASH_WIDTH, PACKED, PackedLayout, attention, no_mask
+from rlite.backends.models.experts import experts_of, other_form, use_implementation
 from rlite.backends.models.expressions import Shape
 from rlite.backends.models.layout import attention_layers
 from rlite.backends.models.mixers import Documents, Mixer, find_mixers, install_mixers, mixing
@@ -83,6 +84,10 @@ MOST = {
     r"(mamba_)?d_state|(ssm_)?state_size": HEAD_DIM,
 }
 """largest values by the pattern of their names"""
+NUM_EXPERTS = r"(moe_)?n(um)?_((local|routed)_)?experts"
+CHOSEN = r"num_experts_per_tok(en)?|moe_k|(moe_)?(router_)?top_?k(_experts)?"
+GROUPS, CHOSEN_GROUPS = r"n_group|num_expert_group", r"topk_group"
+"""patterns of the names of experts in a layer, of those that a token chooses, and the same of groups of experts"""
 KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
 IDS = ("token_id", "token_ids", "token_index")
 NOT_COPIED = {"architectures", "dtype", "model_type", "quantization_config", "transformers_version"}
@@ -172,6 +177,8 @@ def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
         if value < (config.get("num_key_value_heads") or 0):  # of some layers alone
             return 1
         return NUM_HEADS if value >= (config.get("num_attention_heads") or 0) else min(value, 2)
+    if re.fullmatch(NUM_EXPERTS, name):
+        return min(value, _num_experts(config))
     for pattern, size in SIZES.items():
         if re.fullmatch(pattern, name):
             return size
@@ -184,6 +191,17 @@ def _small(name: str, value: Any, config: Mapping[str, Any]) -> Any:
     if "head_dim" in name:
         return HEAD_DIM * (1 + (value > (config.get("head_dim") or value)))  # those of some layers may be larger
     return min([value, *(most for pattern, most in MOST.items() if re.fullmatch(pattern, name))])
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Return a number of experts in which routers choose as in the large model: twice as many as a token chooses."""
+
+    def largest(pattern: str) -> int:
+        values = [value for name, value in config.items() if re.fullmatch(pattern, name)]
+        return max([1, *(n for v in values for n in (v if isinstance(v, list) else [v]) if isinstance(n, int))])
+
+    chosen, groups = largest(CHOSEN), largest(GROUPS)
+    return groups * max(2, -(-2 * chosen // groups), -(-chosen // largest(CHOSEN_GROUPS)))
 
 
 def _small_rope(rope: Any) -> Any:
@@ -226,10 +244,11 @@ EXACT_TOLERANCE = 1e-9
 """the same in float64, where rounding gives 1e-15"""
 STATE_TOLERANCE = 1e-6
 """the same in float64 for models with mixers, of which some compute their state in float32"""
-EAGER_TOLERANCE = 1e-5
-"""the same in float64 if the class has attention of its own alone, most of which round probabilities to float32"""
-EXPERTS = re.compile(r"expert|moe|(^|\.)router(_gate)?\.", re.IGNORECASE)
-"""parts of parameter names that only mixtures of experts have"""
+ROUNDED_TOLERANCE = 1e-5
+"""the same in float64 for mixtures of experts, many of whose routers compute in float32, and if the class has attention
+of its own alone, which mostly rounds probabilities to float32"""
+GRADIENT_TOLERANCE = 1e-4
+"""largest difference of two gradients of a parameter, in the largest of its elements"""
 OWN_TOKEN = "rlite_own_token"
 """attention in which a token sees itself alone"""
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
@@ -254,18 +273,17 @@ def once_per_config(check: Check) -> Check:
     return remembered
 
 
-def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig, names: Iterable[str] = ()) -> None:
+def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
     """Refuse a model that a pack would compute differently from transformers.
 
     Args:
         cls: the transformers class.
         config: the model's config.
-        names: names of the checkpoint's or module's parameters, by which mixtures of experts are recognised.
 
     Raises:
         ConfigError: the model is refused; the message gives the reason.
     """
-    reason = _experts(names) or refusal(cls, config)
+    reason = refusal(cls, config)
     if reason is not None:
         raise ConfigError(f"{cls.__name__} ({config.model_type!r}) {reason}. {REMEDY}")
 
@@ -304,10 +322,12 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     """
     try:
         model = miniature(cls, config)
-        if (reason := _experts(name for name, _ in model.named_parameters())) is not None:
+        has_experts = bool(experts_of(model))
+        use_implementation(model, "eager")  # the others do not compute in float64
+        if (reason := other_form(model, {"input_ids": sequences()[0][None]})) is not None:
             return reason
         mixers = install_mixers(model)
-        expected, tolerance = _expected(model, bool(mixers))
+        expected, tolerance = _expected(model, bool(mixers), has_experts)
     except Exception as error:  # of any kind: the class's own code
         return f"cannot be checked: a small copy of it fails with {summary(error)}"
     fault = "mixes tokens by other means than attention"
@@ -316,7 +336,8 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
             if unknown := _unknown_layers(model):
                 return f"has layers of kind {unknown}, which rlite does not know"
             if difference(expected, packed(model)) <= tolerance:
-                return _leak(model, mixers) or _renamed(model)
+                wrong = _wrong_gradients(model) if mixers or has_experts else None
+                return _leak(model, mixers) or wrong or _renamed(model)
             fault = "computes masks or positions itself"
     except StorageError:  # says nothing of the class
         raise
@@ -325,19 +346,41 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     return _why(model, expected) or fault
 
 
-def _expected(model: PreTrainedModel, has_mixers: bool) -> tuple[Tensor, float]:
+def _expected(model: PreTrainedModel, has_mixers: bool, has_experts: bool) -> tuple[Tensor, float]:
     """Return transformers' outputs and the tolerance: in float64, or in float32 if the class cannot compute in it."""
-    is_eager = model.config._attn_implementation == "eager"
+    tolerance = STATE_TOLERANCE if has_mixers else EXACT_TOLERANCE
+    if has_experts or model.config._attn_implementation == "eager":
+        tolerance = ROUNDED_TOLERANCE
     try:
-        exact = STATE_TOLERANCE if has_mixers else EXACT_TOLERANCE
-        return alone(model.double()), EAGER_TOLERANCE if is_eager else exact
+        return alone(model.double()), tolerance
     except Exception:  # of any kind: the class's own code
         return alone(model.float()), TOLERANCE
 
 
-def _experts(names: Iterable[str]) -> str | None:
-    found = next(filter(EXPERTS.search, names), None)
-    return found and f"is a mixture of experts ({found}), which rlite does not support yet"
+def _wrong_gradients(model: PreTrainedModel) -> str | None:
+    """Return a text about a parameter whose gradient differs in a pack, in training mode without dropout."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    expected, found = (_gradients(model, outputs) for outputs in (alone, packed))
+    model.eval()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().clamp(min=torch.finfo(gradient.dtype).eps)
+        if not (found[name] - gradient).abs().max() / scale <= GRADIENT_TOLERANCE:
+            return f"computes another gradient of {name} in a pack, or draws random numbers in training"
+    return None
+
+
+@torch.enable_grad()
+def _gradients(model: PreTrainedModel, outputs: Callable[[PreTrainedModel], Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of a sum of the outputs, each output with a weight of its own."""
+    found = outputs(model)
+    weights = torch.arange(found.numel(), dtype=found.dtype, device="cpu").sin().view_as(found)
+    (found * weights).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return gradients
 
 
 def _renamed(model: PreTrainedModel) -> str | None:
@@ -419,7 +462,7 @@ def _unknown_layers(model: PreTrainedModel) -> str:
 def _leak(model: PreTrainedModel, mixers: list[Mixer]) -> str | None:
     """Return how the documents of a pack reach each other through mixers, None if they do not.
 
-    The embeddings of one document are NaN, so that no tolerance is involved. Gradients are compared, too.
+    The embeddings of one document are NaN, so that no tolerance is involved.
     """
     if not mixers:
         return None
@@ -428,23 +471,7 @@ def _leak(model: PreTrainedModel, mixers: list[Mixer]) -> str | None:
     poisoned = (poisoned >= start) & (poisoned < stop)
     if not torch.equal(_reached(model, poisoned, lambda: packed(model)), poisoned):
         return f"mixes the documents of a pack in {mixers[0].name}"
-    found, expected = (_gradients(model, outputs) for outputs in (packed, alone))
-    scales = {name: grad.abs().max().clamp(min=torch.finfo(grad.dtype).eps) for name, grad in expected.items()}
-    errors = {name: float((found[name] - grad).abs().max() / scales[name]) for name, grad in expected.items()}
-    wrong = next((name for name, error in errors.items() if not error <= TOLERANCE), None)
-    return wrong and f"computes another gradient of {wrong} in a pack"
-
-
-@torch.enable_grad()
-def _gradients(model: PreTrainedModel, outputs: Callable[[PreTrainedModel], Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of a sum of the outputs, each output with a weight of its own."""
-    found = outputs(model)
-    weights = torch.arange(found.numel(), dtype=found.dtype, device="cpu").sin().view_as(found)
-    (found * weights).sum().backward()
-    parameters = dict(model.named_parameters())
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    model.zero_grad()
-    return gradients
+    return None
 
 
 def rope_limit(config: PreTrainedConfig) -> int | None:
@@ -506,7 +533,7 @@ def _attend_to_own_token(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Return each token's value as its attention [1, T, H, D]."""
-    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2), None
+    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
 def alone(model: PreTrainedModel) -> Tensor:

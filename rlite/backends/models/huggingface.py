@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -27,9 +28,11 @@ from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
+from rlite.backends.models import experts
 from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, rope_limit
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention
 from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
+from rlite.backends.models.experts import divided_apart, experts_of
 from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.backends.models.mixers import (
     Documents,
@@ -40,6 +43,7 @@ from rlite.backends.models.mixers import (
     mixing,
     recompute_alike,
 )
+from rlite.backends.models.routing import Routing, check_balance
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.pretrained import (
@@ -54,7 +58,7 @@ from rlite.nn.pretrained import (
     real_tensors,
 )
 from rlite.runtime.parallel.context_parallel import ContextShare
-from rlite.runtime.parallel.fsdp import shard_group
+from rlite.runtime.parallel.fsdp import TrainMesh, shard_group
 from rlite.runtime.parallel.tensor import check_split, parallelize
 
 DropoutRates = Mapping[tuple[str, ...], float]
@@ -230,7 +234,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def check_architecture(self) -> None:
         """Raise ConfigError if packs would be computed differently from transformers."""
         if (cls := self._transformers_class()) is not None:
-            check_architecture(cls, self.config, [name for name, _ in self.named_parameters()])
+            check_architecture(cls, self.config)
 
     def check_gpu_kernels(self) -> None:
         """Raise ConfigError if the heads are too wide for the attention kernels of GPUs."""
@@ -246,7 +250,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def check_parallel(self, size: int) -> None:
         """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
         check_not_split(self, f"tp_size={size}", "tp_size=1")
-        check_split(self, size)
+        check_split(self, size, divided_apart(self))
+        check_split(self, size, divided_apart(self))
 
     def check_context_parallel(self, size: int) -> None:
         """Raise ConfigError if the tokens of a sequence cannot be divided over `size` ranks."""
@@ -254,7 +259,40 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""
-        parallelize(self, mesh)
+        parallelize(self, mesh, divided_apart(self))
+        if self.routing is not None:
+            self.routing.tensor_group = mesh.get_group()
+
+    def check_experts(self, options: Any, device_type: str) -> None:
+        """Check the options of experts; see `rlite.backends.models.experts`.
+
+        Args:
+            options: the executor's options.
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: they do not fit the model.
+        """
+        model: Any = self
+        dtype = getattr(torch, options.compute_dtype or ("bfloat16" if device_type == "cuda" else options.param_dtype))
+        experts.check_implementation(model, options.experts_implementation, device_type, dtype)
+        check_balance(model, options.router_aux_loss_coef, options.router_bias_update_rate)
+        if options.ep_size > 1:
+            experts.check_expert_parallel(model, options.ep_size)
+        if options.deterministic and options.tp_size > 1 and experts_of(model):
+            raise ConfigError(f"deterministic=true: experts are not served by tp_size={options.tp_size}; use tp_size=1")
+
+    def prepare_experts(self, mesh: TrainMesh, options: Any) -> list[nn.Module]:
+        """Divide the experts of the module, and observe their routers; see `rlite.backends.models.experts`.
+
+        Returns:
+            The experts, which are sharded over a mesh of their own.
+        """
+        model: Any = self
+        if not experts_of(model):
+            return []
+        self.routing = Routing(model, options.router_aux_loss_coef, options.router_bias_update_rate)
+        return experts.divide(model, mesh)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' own method, for methods of yours.
@@ -307,9 +345,16 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         layout = PackedLayout(data["cu_seqlens"], length, share, attend)
         ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
         documents = Documents(layout.lengths, ids.is_cuda) if self._mixers else None
-        with attention(self.config, PACKED), mixing(documents):
+        with attention(self.config, PACKED), mixing(documents), self._seen(ids[0], share):
             output = self(input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout)
         return share.gather_results(output.logits[0])
+
+    def _seen(self, ids: Tensor, share: ContextShare) -> AbstractContextManager[None]:
+        """Return a context in which the routers' choices for this rank's tokens are seen."""
+        if self.routing is None:
+            return nullcontext()
+        is_token = torch.ones_like(ids, dtype=torch.bool) if share.group is None else share.own_positions() >= 0
+        return self.routing.tokens(is_token)
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from rlite.backends.models.conversion import Conversion, Rules, default_conversion, make_conversion, unchanged
 from rlite.backends.models.dequantised import DequantisedReader
+from rlite.backends.models.experts import corrects
 from rlite.backends.models.expressions import Expression, Shape, whole
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError
 from rlite.nn.base import BaseTrainModule
@@ -322,7 +323,7 @@ class StoredForm:
     container: Any = None
     """config of the model around the text model; None if the export is of the model alone"""
     wide: frozenset[str] = frozenset()
-    """stored names of float32 tensors in a checkpoint of a narrower dtype, which stay float32"""
+    """stored names of tensors that are float32, whatever the config says"""
     untrained: Untrained | None = None
 
     def tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
@@ -354,7 +355,9 @@ class StoredForm:
         return outer, (outer.architectures or [container_class(outer).__name__])[0]
 
 
-def stored_form(module: nn.Module, source: StoredCheckpoint | None, is_writer: bool, drops: bool) -> StoredForm:
+def stored_form(
+    module: nn.Module, source: StoredCheckpoint | None, is_writer: bool, drops: bool, balances: bool = False
+) -> StoredForm:
     """Return the form in which a module is exported: that of the checkpoint that it was read from.
 
     Args:
@@ -362,6 +365,7 @@ def stored_form(module: nn.Module, source: StoredCheckpoint | None, is_writer: b
         source: the checkpoint; None if the module was not read from a folder.
         is_writer: whether this rank writes exports.
         drops: leave out the tensors that the module does not train; a text model then leaves its container.
+        balances: routers' correction biases are updated, by steps that vanish in a narrow dtype.
     """
     cls = transformers_class(module)
     if source is not None and source.untrained and is_writer:
@@ -378,11 +382,13 @@ def stored_form(module: nn.Module, source: StoredCheckpoint | None, is_writer: b
         return StoredForm(source.conversion, container)
     stored = [name for group in source.conversion.groups for name in group.stored]
     dtypes = {name: source.raw.dtype(name) for name in stored}
-    wide = frozenset(name for name, dtype in dtypes.items() if dtype == torch.float32)
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    wide = wide if len(wide) < len(dtypes) else set()
+    wide |= {name for name in stored if balances and corrects(name)}
     untrained = None
     if source.untrained and not drops:
         digest = sha256()
         for name in source.untrained:
             _add(digest, name, source.raw.read(name))
         untrained = Untrained(source.path, source.untrained, digest.hexdigest())
-    return StoredForm(source.conversion, container, wide if len(wide) < len(dtypes) else frozenset(), untrained)
+    return StoredForm(source.conversion, container, frozenset(wide), untrained)

@@ -19,9 +19,12 @@ class ParallelDims:
     """ranks that share the tokens of one pack (context parallel); parameters are sharded over them, too"""
     tensor: int
     """ranks that share each matrix (tensor parallel)"""
+    expert: int = 1
+    """ranks of one copy that share the experts of each layer (expert parallel). The other parameters do not have this
+    axis: the ranks of fsdp x seq x tensor are divided a second time, into `num_expert_shards` x expert"""
 
     @classmethod
-    def of(cls, world_size: int, copy_size: int, seq: int, tensor: int) -> ParallelDims:
+    def of(cls, world_size: int, copy_size: int, seq: int, tensor: int, expert: int = 1) -> ParallelDims:
         """Compute the axes of an engine.
 
         Args:
@@ -29,6 +32,7 @@ class ParallelDims:
             copy_size: workers that hold one copy of the model.
             seq: `sp_size`.
             tensor: `tp_size`.
+            expert: `ep_size`.
 
         Returns:
             The sizes of all axes.
@@ -41,10 +45,15 @@ class ParallelDims:
                 f"{copy_size} workers hold one copy of the model, and {copy_size} = fsdp x sp_size={seq} x "
                 f"tp_size={tensor} has no whole solution: choose sizes whose product divides {copy_size}"
             )
-        return cls(world_size // copy_size, copy_size // (seq * tensor), seq, tensor)
+        if copy_size % expert:
+            raise ConfigError(
+                f"{copy_size} workers hold one copy of the model, and {copy_size} = fsdp x sp_size x tp_size = efsdp x "
+                f"ep_size={expert} has no whole solution: choose an ep_size that divides {copy_size}"
+            )
+        return cls(world_size // copy_size, copy_size // (seq * tensor), seq, tensor, expert)
 
     @classmethod
-    def of_world(cls, world_size: int, copies: int, seq: int, tensor: int) -> ParallelDims:
+    def of_world(cls, world_size: int, copies: int, seq: int, tensor: int, expert: int = 1) -> ParallelDims:
         """Compute the axes from the options of the trainers.
 
         Args:
@@ -52,6 +61,7 @@ class ParallelDims:
             copies: `ddp_size`.
             seq: `sp_size`.
             tensor: `tp_size`.
+            expert: `ep_size`.
 
         Returns:
             The sizes of all axes.
@@ -61,12 +71,22 @@ class ParallelDims:
         """
         if world_size % copies:
             raise ConfigError(f"ddp_size={copies} copies do not divide the world of {world_size} devices")
-        return cls.of(world_size, world_size // copies, seq, tensor)
+        return cls.of(world_size, world_size // copies, seq, tensor, expert)
 
     @property
     def num_shards(self) -> int:
         """Ranks over which FSDP shards the part of a parameter that a tensor-parallel rank holds."""
         return self.fsdp * self.seq
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Ranks over which FSDP shards the experts that an expert-parallel rank holds (efsdp)."""
+        return self.num_shards * self.tensor // self.expert
+
+    @property
+    def has_expert_mesh(self) -> bool:
+        """True if experts are divided otherwise than the other parameters."""
+        return self.tensor > 1 or self.expert > 1
 
     @property
     def num_data_ranks(self) -> int:
@@ -84,4 +104,7 @@ class ParallelDims:
         return self.num_peers
 
     def __str__(self) -> str:
-        return f"ddp {self.copies} x fsdp {self.fsdp} x sp {self.seq} x tp {self.tensor}"
+        dense = f"ddp {self.copies} x fsdp {self.fsdp} x sp {self.seq} x tp {self.tensor}"
+        if self.expert == 1:
+            return dense
+        return f"{dense}, of experts ddp {self.copies} x efsdp {self.num_expert_shards} x ep {self.expert}"

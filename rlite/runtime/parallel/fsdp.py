@@ -37,6 +37,10 @@ class TrainMesh:
     """mesh of this rank's tensor-parallel group"""
     seq: dist.ProcessGroup
     """context-parallel group of this rank"""
+    expert_data: DeviceMesh
+    """FSDP's for experts: ("shard") or ("replicate", "shard"); every rank of a copy has tokens of its own"""
+    expert: DeviceMesh
+    """mesh of this rank's expert-parallel group"""
 
     @property
     def num_averaged(self) -> int:
@@ -66,22 +70,45 @@ def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: Par
     Returns:
         This rank's place.
     """
-    table = torch.tensor(world_ranks, dtype=torch.int).view(dims.copies, dims.num_shards, dims.tensor)
-    copy, shard, tensor = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
-    axes = {"shard": table[copy, :, tensor], "tensor": table[copy, shard, :]}
-    if dims.copies > 1:
-        axes = {"replicate": table[:, shard, tensor], **axes}
-    groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
-    ranks = table if dims.copies > 1 else table[0]
-    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
-    data = whole["replicate", "shard"] if dims.copies > 1 else whole["shard"]
+    table = torch.tensor(world_ranks, dtype=torch.int)
+    dense = table.view(dims.copies, dims.num_shards, dims.tensor)
+    data, tensor = _device_mesh(device_type, dense, rank, "tensor")
+    expert_data, expert = data, tensor
+    if dims.has_expert_mesh:
+        experts = table.view(dims.copies, dims.num_expert_shards, dims.expert)
+        expert_data, expert = _device_mesh(device_type, experts, rank, "expert")
+    copy, shard, place = (int(i) for i in torch.unravel_index(torch.tensor(rank), dense.shape))
     first = shard - shard % dims.seq
-    seq = subgroup(table[copy, first : first + dims.seq, tensor].tolist())
-    return TrainMesh(dims=dims, rank=rank, data=data, tensor=whole["tensor"], seq=seq)
+    seq = subgroup(dense[copy, first : first + dims.seq, place].tolist())
+    return TrainMesh(dims, rank, data, tensor, seq, expert_data, expert)
+
+
+def _device_mesh(device_type: str, table: torch.Tensor, rank: int, last: str) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return FSDP's mesh of a rank, and the mesh of its group along the fastest axis.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        table: ranks of the default group, [copies, shards, ranks of the fastest axis].
+        rank: index of this rank in the table.
+        last: name of the fastest axis.
+    """
+    copy, shard, place = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
+    axes = {"shard": table[copy, :, place], last: table[copy, shard, :]}
+    if len(table) > 1:
+        axes = {"replicate": table[:, shard, place], **axes}
+    groups = [subgroup(ranks.tolist()) for ranks in axes.values()]
+    ranks = table if len(table) > 1 else table[0]
+    whole = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+    return whole["replicate", "shard"] if len(table) > 1 else whole["shard"], whole[last]
 
 
 def shard(
-    module: nn.Module, units: Sequence[nn.Module], mesh: TrainMesh, compute_dtype: torch.dtype, param_dtype: torch.dtype
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: TrainMesh,
+    compute_dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    experts: Sequence[nn.Module] = (),
 ) -> None:
     """Apply FSDP2 to each unit and to the module itself. A single rank without mixed precision needs none.
 
@@ -93,6 +120,7 @@ def shard(
         mesh: this rank's place in the mesh.
         compute_dtype: dtype of parameters in forward and backward passes.
         param_dtype: dtype in which parameters are stored.
+        experts: modules inside of units that have a mesh of their own, the mesh of experts, if the layout has one.
     """
     if mesh.num_averaged * mesh.dims.tensor == 1 and compute_dtype == param_dtype:
         return
@@ -100,6 +128,8 @@ def shard(
     if compute_dtype != param_dtype:
         outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         inner = replace(outer, cast_forward_inputs=False)
+    for each in experts if mesh.dims.has_expert_mesh else ():
+        fully_shard(each, mesh=mesh.expert_data, mp_policy=inner)
     for unit in units:
         fully_shard(unit, mesh=mesh.data, mp_policy=inner)
     fully_shard(module, mesh=mesh.data, mp_policy=outer)
@@ -324,7 +354,18 @@ class ShardedMuon(torch.optim.Muon):
     which torch orthogonalises it, so equal gradients give the bits of `torch.optim.Muon` on one device. Each rank then
     orthogonalises the whole matrix and keeps its part: torch's own operations on DTensors would communicate in each of
     the iteration's products, and sum in another order.
+
+    A parameter [E, rows, columns] is a stack of matrices, each of which is updated like a parameter of its own. It is
+    sharded over E alone, so nothing is gathered.
+
+    Args:
+        params: parameters or parameter groups.
+        options: options of `torch.optim.Muon`.
     """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        defaults = torch.optim.Muon([torch.empty(1, 1)], **options).defaults  # it takes no stacks
+        torch.optim.Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -350,12 +391,19 @@ class ShardedMuon(torch.optim.Muon):
         gradient, buffer = local_tensor(gradient), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        whole = full_tensor(dtensor_like(parameter, update.bfloat16()))
-        orthogonal = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
         shard = local_shard(parameter)
         shard.tensor.mul_(1 - group["lr"] * group["weight_decay"])
-        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-        shard.tensor.add_(orthogonal[shard.box], alpha=-lr)
+        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape[-2:])
+        if parameter.ndim == 3:
+            for matrix, own in zip(shard.tensor, update.bfloat16(), strict=True):
+                matrix.add_(_orthogonal(own, group), alpha=-lr)
+            return
+        whole = full_tensor(dtensor_like(parameter, update.bfloat16()))
+        shard.tensor.add_(_orthogonal(whole, group)[shard.box], alpha=-lr)
+
+
+def _orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

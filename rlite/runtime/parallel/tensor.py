@@ -123,17 +123,21 @@ def _refusal(model: PreTrainedModel, problem: str) -> str:
     return f"{model.config.model_type!r} {problem}; use one device for each copy"
 
 
-def split_layers(model: PreTrainedModel) -> SplitLayers:
+def split_layers(model: PreTrainedModel, experts: Collection[nn.Module] = ()) -> SplitLayers:
     """Return the parts that the model's own plan splits.
 
     A layer with an adapter is PEFT's layer, which holds the linear layer as `base_layer`.
+
+    Args:
+        model: the model.
+        experts: modules that are divided otherwise.
 
     Raises:
         ConfigError: the model has no plan; or the plan has an unknown style, or splits a block otherwise.
     """
     columns, rows, vectors = dict[str, Any](), dict[str, Any](), dict[str, nn.Parameter]()
     gathered, cut = set[str](), set[str]()
-    for name, part, style in _styled_parts(model):
+    for name, part, style in _styled_parts(model, experts):
         is_linear = isinstance(getattr(part, "base_layer", part), nn.Linear)
         if is_linear and style in (COLUMN, *GATHERED):
             columns[name] = part
@@ -166,7 +170,7 @@ def _block(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _styled_parts(model: PreTrainedModel) -> Iterator[tuple[str, Any, str]]:
+def _styled_parts(model: PreTrainedModel, experts: Collection[nn.Module]) -> Iterator[tuple[str, Any, str]]:
     """Yield the modules and parameters that the plan does not leave whole, with their names and styles.
 
     Raises:
@@ -176,11 +180,14 @@ def _styled_parts(model: PreTrainedModel) -> Iterator[tuple[str, Any, str]]:
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
     if not styles:
         raise ConfigError(_refusal(model, "has no tensor parallel plan"))
+    apart = {id(part) for each in experts for part in (each, *each.parameters())}
     vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, part in (*model.named_modules(), *model.named_parameters()):
+        if id(part) in apart or any(part is x for x in vocabulary):
+            continue
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
         is_of_experts = isinstance(part, nn.Parameter) and part.dim() == 3
-        if style is not None and style not in WHOLE and not is_of_experts and not any(part is x for x in vocabulary):
+        if style is not None and style not in WHOLE and not is_of_experts:
             yield name, part, style
 
 
@@ -309,13 +316,13 @@ def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + base + (rank < extra)
 
 
-def check_tensor_parallel(model: PreTrainedModel, world_size: int) -> SplitLayers:
+def check_tensor_parallel(model: PreTrainedModel, world_size: int, experts: Collection[nn.Module] = ()) -> SplitLayers:
     """Return the layers that serving splits over the ranks.
 
     Raises:
         ConfigError: heads do not divide; or the model's plan is missing or unknown.
     """
-    split = split_layers(model)
+    split = split_layers(model, experts)
     if set(split.columns) - split.gathered:
         check_heads(model.config, world_size)
     _check_per_head(model, split)
@@ -423,8 +430,13 @@ LAYER_INPUTS = {
 """inputs that layers may have besides rotary angles; hidden states and `per_layer_input` are split over tokens"""
 
 
-def check_split(model: PreTrainedModel, size: int) -> SplitLayers:
+def check_split(model: PreTrainedModel, size: int, experts: Collection[nn.Module] = ()) -> SplitLayers:
     """Return the layers that training splits over `size` ranks.
+
+    Args:
+        model: the model.
+        size: number of ranks.
+        experts: modules that are divided otherwise.
 
     Raises:
         ConfigError: heads or layers do not divide; or the model's plan is missing or unknown.
@@ -432,7 +444,7 @@ def check_split(model: PreTrainedModel, size: int) -> SplitLayers:
     inputs = inspect.signature(type(_layers(model)[0]).forward).parameters
     if others := [name for name in inputs if name not in LAYER_INPUTS and not name.startswith("position_embeddings")]:
         raise ConfigError(_refusal(model, f"gives its layers {', '.join(others)}, which is not split over tokens"))
-    split = check_tensor_parallel(model, size)
+    split = check_tensor_parallel(model, size, experts)
     for axis, linears in ((0, split.columns), (1, split.rows)):
         for name, linear in linears.items():
             if linear.weight.shape[axis] % size:
@@ -440,16 +452,21 @@ def check_split(model: PreTrainedModel, size: int) -> SplitLayers:
     return split
 
 
-def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh, experts: Collection[nn.Module] = ()) -> None:
     """Split the model, which is on meta, over the ranks of a one-dimensional mesh, by the model's own plan.
 
     Embedding and head are split if their number of rows divides and the embedding computes each row for itself;
     otherwise they are whole on every rank.
 
+    Args:
+        model: the model.
+        mesh: the ranks.
+        experts: modules that stay as they are. Between blocks, each rank has tokens of its own for them.
+
     Raises:
         ConfigError: as `check_split`.
     """
-    found = check_split(model, mesh.size())
+    found = check_split(model, mesh.size(), experts)
     group = mesh.get_group()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     vocabulary = [module for module in (embedding, head) if module is not None]
@@ -459,12 +476,13 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     axis = {parameter: 0 for module in (*found.columns.values(), *vocabulary) for parameter in _of_outputs(module)}
     axis.update(dict.fromkeys(found.vectors.values(), 0))
     axis.update({parameter: 1 for row in found.rows.values() for parameter in _of_inputs(row)})
-    _distribute(model, mesh, axis)
+    apart = {parameter for each in experts for parameter in each._parameters.values()}
+    _distribute(model, mesh, axis, apart)
 
     layers, tokens = _layers(model), _TokenHooks(group)
     inside = {id(module) for part in (*layers, *vocabulary) for module in part.modules()}
     for module in model.modules():
-        if module._parameters:
+        if module._parameters and module not in experts:
             whole: Placement = Partial() if id(module) in inside else Replicate()
             module.forward = partial(_on_local_parameters, [module], module.forward, whole)
     for name in found.gathered:
@@ -510,10 +528,15 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _distribute(model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, int]) -> None:
-    """Replace every parameter by a DTensor on meta; shared ones stay shared."""
+def _distribute(
+    model: nn.Module, mesh: DeviceMesh, axis: Mapping[nn.Parameter, int], apart: Collection[Any] = ()
+) -> None:
+    """Replace every parameter but those `apart` by a DTensor on meta; shared ones stay shared."""
+    kept = {id(parameter) for parameter in apart}
 
     def make(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) in kept:
+            return parameter
         shape = list(parameter.shape)
         placement: Placement = Replicate()
         if (dim := axis.get(parameter)) is not None:
