@@ -159,4 +159,6 @@ def _arrays(history: TokenHistory) -> dict[str, np.ndarray]:
 
 
 def _history(ids: list[int], mask: list[bool], versions: list[int], logprobs: list[float]) -> TokenHistory:
-    return TokenHistory(ids, mask, logprobs, versions, rewards=[0.0] * len(ids), kept_ids=[()] * len(ids))
+    count = len(ids)
+    columns = {"rewards": [0.0] * count, "kept_ids": [()] * count, "routed_experts": [b""] * count}
+    return TokenHistory(ids, mask, logprobs, versions, **columns)

@@ -48,6 +48,11 @@ class AttentionPlan(ABC):
         """
         self.cache.write(layer, self.targets, key, value)
 
+    @property
+    def places(self) -> tuple[Tensor, Tensor] | None:
+        """Slots and positions of the tokens; None beside the cache."""
+        return None
+
     @abstractmethod
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Write keys and values to the cache and compute the attention.
@@ -115,8 +120,9 @@ class PrefillPlan(AttentionPlan):
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
-        slots = np.repeat([c.slot for c in chunks], lengths)
-        self.targets = cache.targets(torch.from_numpy(slots).to(device), places)
+        slots = torch.from_numpy(np.repeat([c.slot for c in chunks], lengths)).to(device)
+        self._places = slots, places
+        self.targets = cache.targets(slots, places)
         if is_flash:
             sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
             cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
@@ -126,6 +132,11 @@ class PrefillPlan(AttentionPlan):
             if any(c.start for c in chunks):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the tokens."""
+        return self._places
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Compute the attention of the chunks to their slots.
@@ -237,6 +248,12 @@ class NativeDecodePlan(AttentionPlan):
         """Advance to this step."""
         self._step = step
 
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the tokens."""
+        positions = self._positions[self._step]
+        return torch.arange(len(positions), device=positions.device), positions
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Compute the attention of the rows to their slots, by one call.
 
@@ -311,6 +328,11 @@ class DecodePlan(AttentionPlan):
         bias = self._biases[None]
         bias[self._rows, :, :, self._positions[step]] = 0
         self._biases = {None: bias}
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the tokens."""
+        return self._rows + self._first_slot, self._positions[self._step]
 
     def _look_up(self, step: int) -> None:
         self._step, first = step, self._first_slot

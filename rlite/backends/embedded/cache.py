@@ -20,6 +20,7 @@ from rlite.backends.embedded.scheduler import Move
 from rlite.backends.models.architecture import rope_limit
 from rlite.backends.models.batch_invariant import BLOCK
 from rlite.config import Count
+from rlite.data.routing import RoutingShape
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.tensor import attention_shape
@@ -185,6 +186,9 @@ class SlotCache:
         """the rows that `GatherIndex.value_rows` indexes, per layer"""
         self.key_rows = [keys.view(-1, BLOCK) for keys in self.keys] if self.is_blocked else []
         """the rows that `GatherIndex.key_rows` indexes, per layer"""
+        self.routing: Tensor | None = None
+        """experts that were chosen where a token was read, `[slots, max_len, layers, K]`, -1 if that was not recorded;
+        None: nothing was asked to be"""
         self._gather_indices: dict[tuple[int, int, int], GatherIndex] = {}
         self._index_bytes = 0
 
@@ -276,6 +280,27 @@ class SlotCache:
         self._gather_indices[start, stop, blocks] = found
         return found
 
+    def record_routing(self, shape: RoutingShape) -> None:
+        """Keep the chosen experts beside the keys and values from now on, and copy them with these."""
+        if self.routing is None:
+            sizes = self.keys.shape[1], self.max_len, shape.num_layers, shape.top_k
+            self.routing = torch.full(sizes, -1, dtype=torch.int64).to(shape.dtype).to(self.values.device)
+
+    def routing_of(self, slot: int, begin: int, length: int, steps: int) -> list[list[bytes]]:
+        """Return the chosen experts of a burst, see `rlite.data.routing`: a list for each step.
+
+        Args:
+            slot: slot of the sequence.
+            begin: first position that is told, in the list of the first step.
+            length: tokens of the sequence at the first step.
+            steps: number of steps.
+        """
+        assert self.routing is not None
+        table = self.routing[slot, begin : length - 1 + steps].flatten(1).cpu()
+        rows = [row.tobytes() for row in table.numpy()]
+        first = length - begin
+        return [rows[:first], *([row] for row in rows[first:])]
+
     def clear(self, slot: int) -> None:
         """Write zeros into a slot that may hold non-finite values, before another sequence uses it."""
         self.keys[:, slot] = 0
@@ -287,6 +312,8 @@ class SlotCache:
             blocks = -(-move.length // BLOCK) if self.is_blocked else move.length
             for storage, stop in ((self.keys, blocks), (self.values, move.length)):
                 storage[:, move.target, :, :stop] = storage[:, move.source, :, :stop]
+            if self.routing is not None:
+                self.routing[move.target, : move.length] = self.routing[move.source, : move.length]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
 from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.embedded.routing import RoutingRecorder
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.experts import implementation_for, stored_buffers, use_implementation
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
+from rlite.backends.models.replay import routing_shape
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
 from rlite.nn.pretrained import load_config, meta_model, real_tensors, stored_dtype
@@ -190,10 +193,6 @@ def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
     return projection.forward(h).view(h.shape[0], -1, attention.head_dim)
 
 
-def _run(model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
-    return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
-
-
 class _Place(NamedTuple):
     """One parameter: its block, its global shape, and every module attribute that refers to it."""
 
@@ -259,6 +258,9 @@ class ShardedModel:
             speed_up_linear_layers(self.model)
         plan.install()
         self._lean: LeanDecoder | None = None
+        shape = routing_shape(model)
+        self.routing = None if shape is None else RoutingRecorder(model, shape)
+        """records chosen experts; None for a model without experts"""
 
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
         owners: dict[nn.Parameter, list[str]] = {}
@@ -282,7 +284,7 @@ class ShardedModel:
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)
         else:
-            _run(self.model.base_model, plan.tokens[None], plan.positions[None], plan)
+            self._run(self.model.base_model, plan.tokens[None], plan.positions[None], plan)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[rows, vocabulary]` of one decode step.
@@ -294,13 +296,17 @@ class ShardedModel:
         """
         if self._lean is not None:
             return self._lean.logits(tokens, positions, plan)
-        return _run(self.model, tokens[:, None], positions[:, None], plan).logits[:, -1]
+        return self._run(self.model, tokens[:, None], positions[:, None], plan).logits[:, -1]
 
     def prompt_logits(self, plan: ScoringPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the plan's tokens."""
         if self._lean is not None:
             return self._lean.logits(plan.tokens, plan.positions, plan)
-        return _run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
+        return self._run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
+
+    def _run(self, model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
+        with nullcontext() if self.routing is None else self.routing.during(plan):
+            return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.

@@ -33,6 +33,7 @@ from rlite.backends.models import architecture
 from rlite.backends.models.experts import stored_buffers
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampling import RequestRules, length_objection
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
 from rlite.nn.pretrained import check_plain, end_ids, load_config, meta_model, real_tensors, summary
 from rlite.runtime.cluster.host import WorkerContext
@@ -146,7 +147,7 @@ class EmbeddedWorker:
         self._plan = CacheSizes(options, weights.config, weights.dtype, weights.tp_size)
         self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
-        self._are_weights_here = False
+        self._are_weights_here = self._is_routing = False
         self._cache: SlotCache | None = None
         self.load_weights()
         self._num_slots = self._plan.affordable_slots(device, group)
@@ -194,7 +195,7 @@ class EmbeddedWorker:
         """
         cache = self._serving_cache()
         for request in new:
-            if (error := self._rules.objection(request)) is not None:
+            if (error := self._rules.objection(request) or self._routing_objection(request, cache)) is not None:
                 self._fail(request.request_id, error)
             else:
                 self._scheduler.add(self._sequence(request))
@@ -240,6 +241,15 @@ class EmbeddedWorker:
         self.version = version
         self._scheduler.forget_cache()
 
+    def _routing_objection(self, request: SequenceRequest, cache: SlotCache) -> str | None:
+        """Record chosen experts from now on if a request asks for them; return why that is impossible."""
+        if ROUTED in request.extras:
+            if self._weights.routing is None:
+                return f"the model has no experts whose choice could be recorded ({ROUTED})"
+            self._is_routing = True
+            cache.record_routing(self._weights.routing.shape)
+        return None
+
     def _sequence(self, request: SequenceRequest) -> RunningSequence:
         gconfig, num_prompt = request.gconfig, len(request.input_ids)
         tokens = [*request.input_ids, *request.output_ids]
@@ -274,6 +284,8 @@ class EmbeddedWorker:
             self._are_weights_here = True
         if what in ("all", "kv_cache") and self._cache is None:
             self._cache = SlotCache(self._plan.cache_shape(self._num_slots), self._weights.dtype, self.device)
+            if self._is_routing and self._weights.routing is not None:
+                self._cache.record_routing(self._weights.routing.shape)
 
     def to_cpu(self) -> None:
         """Move weights to host memory and free the KV cache. Running requests recompute their cache later."""
@@ -415,5 +427,7 @@ BACKEND = InferenceBackend(
     worker=make_worker,
     replica=PumpedReplica,
     check=check_served,
-    capabilities=Capabilities(has_prompt_logprobs=True, has_readable_weights=True, extras=frozenset({"kept_ids"})),
+    capabilities=Capabilities(
+        has_prompt_logprobs=True, has_readable_weights=True, extras=frozenset({"kept_ids", ROUTED})
+    ),
 )

@@ -112,7 +112,9 @@ def read_weights(module: BaseTrainModule, path: str | None = None) -> None:
     for name, buffer in stored_buffers(module).items():
         stored = module.checkpoint_name(name)
         if reader.shape(stored) != tuple(buffer.shape):
-            raise CheckpointError(f"{stored}: the model needs {tuple(buffer.shape)}, {where} has {reader.shape(stored)}")
+            raise CheckpointError(
+                f"{stored}: the model needs {tuple(buffer.shape)}, {where} has {reader.shape(stored)}"
+            )
         buffer.copy_(reader.read(stored))
     if names := nonfinite_names(boxes):
         raise CheckpointError(f"{where}: the weights are not finite: {names[0]} holds NaN or infinity")

@@ -79,9 +79,7 @@ def _refusal(model: PreTrainedModel, problem: str) -> str:
     return f"{model.config.model_type!r} {problem}; use one device for each copy"
 
 
-def split_linears(
-    model: PreTrainedModel, experts: Collection[nn.Module] = ()
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_linears(model: PreTrainedModel, experts: Collection[nn.Module] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """Find the linear layers that the model's own plan splits.
 
     A layer with an adapter is PEFT's layer, which holds the linear layer as `base_layer`.
