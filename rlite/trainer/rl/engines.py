@@ -141,7 +141,8 @@ class LogprobPasses:
     def with_old(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them.
 
-        If the updates replay the experts of this pass, these are `routed_experts` [N, L, B]. If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary.
+        If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary. If the
+        updates replay the experts of this pass, these are `routed_experts` [N, L, B].
         """
         if not self.has_old:
             return batch

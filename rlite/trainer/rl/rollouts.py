@@ -24,7 +24,7 @@ from rlite.rollout.collector.saved import plain
 from rlite.trainer.rl.filtering import num_uniform, replace_uniform_groups
 from rlite.trainer.rl.options import RolloutOptions
 from rlite.trainer.rl.placement import check_kept, truncation
-from rlite.trainer.rl.routing import RoutingReplay
+from rlite.trainer.rl.routing import NO_REPLAY, RoutingReplay
 
 SAID_ONCE = {"scores": "score", "num_turns": "turns", "num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
 """keys of a whole trajectory that workflows may write, each with the metric that its mean is"""
@@ -117,7 +117,7 @@ class Rollouts:
         num_prompts: int,
         group_size: int,
         is_filtering: bool,
-        routing: RoutingReplay = RoutingReplay(),
+        routing: RoutingReplay = NO_REPLAY,
     ) -> None:
         self._options, self._engine, self._workflow, self._prompts = options, engine, workflow, prompts
         self._num_prompts, self._group_size, self._is_filtering = num_prompts, group_size, is_filtering

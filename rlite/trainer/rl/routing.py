@@ -84,3 +84,6 @@ class RoutingReplay:
         """Return what is replayed and why, as a topic of the plan; {} for a model without experts."""
         texts = {"rollout": "the engine's choice of experts", "old_policy": "the choice before the update"}
         return {"routing replay": f"{texts.get(self.source, 'off')} ({self.reason})"} if self.reason else {}
+
+
+NO_REPLAY = RoutingReplay()
