@@ -8,6 +8,7 @@ from typing import Any
 
 import rlite
 from rlite.assembly.workflows import Context
+from rlite.backends.models.experts import experts_of
 from rlite.data.rows import Rows, described
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import shortened
@@ -17,6 +18,7 @@ from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.rollout.rewards.weighted import has_trl_signature
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
+from rlite.runtime.parallel.dims import ParallelDims
 from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from rlite.trainer.options import TableOptions
@@ -167,12 +169,35 @@ def model_plan(name: str, engine: RliteTrainEngine, max_grad_norm: float) -> dic
         "optimizer": f"{OPTIMIZERS[options.name]}, {_rate(options)}, weight decay {options.weight_decay:g}, gradients "
         f"clipped to norm {max_grad_norm:g}",
     }
+    if experts_of(module):
+        plan["experts"] = expert_parallel_plan(module, engine.dims)
     if module.lora is not None:
         lora = module.lora
-        plan["adapters"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.target_modules)}"
+        targets = ", ".join([*lora.target_modules, *lora.target_parameters])
+        plan["adapters"] = f"rank {lora.rank}, alpha {lora.alpha:g}, {targets}"
+        if experts_of(module) and not lora.target_parameters:
+            plan["adapters"] += "; the experts have none (target_parameters)"
     if groups := options.parameter_groups:
         plan["parameter groups"] = "; ".join(_group(*each) for each in groups.items())
     return plan
+
+
+def expert_parallel_plan(module: Any, dims: Any) -> str:
+    """Return where the experts of a mixture lie, in words.
+
+    Args:
+        module: the module on meta.
+        dims: a `ParallelDims`, or the layout of another executor.
+    """
+    layers = experts_of(module)
+    number = next(iter(layers.values())).num_experts
+    told = f"{number} in each of {counted(len(layers), 'layer')}"
+    if not isinstance(dims, ParallelDims):
+        return told
+    share = f"sharded over {counted(dims.num_expert_shards, 'rank')}"
+    if dims.expert == 1:
+        return f"{told}, {share}"
+    return f"{told}: {number // dims.expert} on each of ep_size={dims.expert} ranks, {share} of equal experts (efsdp)"
 
 
 def data_plan(data: TableOptions) -> dict[str, str]:

@@ -27,12 +27,19 @@ class LoraOptions(Options):
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """share of an adapter's inputs that is set to 0 in training"""
     target_modules: list[str] = [ALL_LINEAR]
-    """names of linear layers, or how they end; all-linear: each but the output embedding or head"""
+    """names of linear layers, or how they end; all-linear: each but the output embedding or head. It may be empty if
+    target_parameters is not"""
+    target_parameters: list[str] = []
+    """names of the stacked matrices of experts, or how they end, such as mlp.experts.gate_up_proj: each expert has an
+    adapter of its own. By default the experts stay as they are"""
 
     def problems(self) -> Iterator[str]:
         """Yield a message for layers that cannot be meant, and for a missing package."""
-        if not self.target_modules or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
+        is_empty = not self.target_modules and not self.target_parameters
+        if is_empty or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
             yield f"target_modules={self.target_modules}: expected names of layers, or {ALL_LINEAR} alone"
+        if self.target_parameters and self.dropout:
+            yield f"target_parameters: adapters of experts have no dropout, and dropout={self.dropout}; set it to 0"
         if message := lacking("adapters need", "lora", "peft"):
             yield message
 

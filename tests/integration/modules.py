@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from rlite import gathered
 from rlite.nn import HuggingFaceFsdp2TrainModule
@@ -68,7 +68,11 @@ class LlamaPolicy(Policy, LlamaForCausalLM):
     pass
 
 
-POLICIES = {"qwen2": Qwen2Policy, "qwen3": Qwen3Policy, "llama": LlamaPolicy}
+class Qwen3MoePolicy(Policy, Qwen3MoeForCausalLM):
+    pass
+
+
+POLICIES = {"qwen2": Qwen2Policy, "qwen3": Qwen3Policy, "llama": LlamaPolicy, "qwen3_moe": Qwen3MoePolicy}
 
 
 def on_meta(module: type, path: Any) -> Any:

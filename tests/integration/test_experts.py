@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlite import RliteTrainEngine, gathered
-from rlite.errors import ConfigError
 from rlite.nn.pretrained import causal_lm_class
 from rlite.runtime.parallel.fsdp import full_tensor
 from tests.integration.modules import Policy, make_batch, num_counted, on_meta, token_loss
@@ -45,16 +45,17 @@ class MixturePolicy(Policy):
         return {name: full_tensor(p.grad).clone() for name, p in self.named_parameters() if p.grad is not None}
 
 
-class OneByOne(MixturePolicy):
-    """A policy that computes one sequence after the other, with transformers' own attention."""
+class Padded(MixturePolicy):
+    """A policy that computes a padded batch, with transformers' own attention."""
 
     def check_architecture(self) -> None:
         """Packs are not used."""
 
     def compute_logits(self, data: dict[str, Any]) -> Tensor:
-        self.set_attn_implementation("eager")
+        self.config._attn_implementation = "eager"
         rows = data["input_ids"].split(data["cu_seqlens"].diff().tolist())
-        return torch.cat([self(input_ids=row[None], use_cache=False).logits[0] for row in rows])
+        ids, mask = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
+        return self(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,7 +123,7 @@ def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Buil
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_experts_on_two_ranks_have_the_gradients_of_whole_experts(build: Build, kind: str, implementation: str) -> None:
-    carrier = OneByOne if kind == "gpt_oss" else MixturePolicy
+    carrier = Padded if kind == "gpt_oss" else MixturePolicy
     found = []
     for ep_size in (1, 2):
         engine: Any = build(

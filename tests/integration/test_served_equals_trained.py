@@ -22,6 +22,7 @@ from rlite.types import GenerationHyperparameters
 from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta
 from tests.integration.rewards import digits
 from tests.integration.worlds import world
+from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
 
 LENGTHS = (3, 90, 41, 64, 1, 130, 17, 5, 66)
@@ -40,6 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2": build_model_dir(root / "qwen2", "qwen2", hidden=64, vocab_size=264),
         "qwen3": build_model_dir(root / "qwen3", "qwen3", hidden=96),
         "llama": build_model_dir(root / "llama", "llama", tie=False, hidden=64, vocab_size=264, attention_bias=True),
+        "qwen3_moe": build_mixture_dir(root / "qwen3_moe", "qwen3_moe"),
     }
 
 
@@ -76,7 +78,7 @@ def check_equality(serve: RliteInferenceEngine, train: RliteTrainEngine, tempera
     assert train.train_batch(batch, loss, num_counted)["equal"] == 1.0
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_both_engines_have_the_same_logprobs_before_and_after_a_step(
     models: dict[str, Path], kind: str, size: int
@@ -122,8 +124,8 @@ def test_unsupported_deterministic_models_are_refused_before_any_process_starts(
     gelu = build_model_dir(tmp_path / "gelu", "llama", hidden=64, hidden_act="gelu")
     dropout = build_model_dir(tmp_path / "dropout", "qwen2", hidden=64, attention_dropout=0.1)
     cases = [
-        (policy_module(gelu), {}, r"the model \(llama\) is not a Llama, Qwen2 or Qwen3 with silu"),
-        (critic_module(model), {}, "is not a Llama, Qwen2 or Qwen3"),
+        (policy_module(gelu), {}, r"the model \(llama\) is not a Llama, Qwen2, Qwen3 or Qwen3-MoE with silu"),
+        (critic_module(model), {}, "is not a Llama, Qwen2, Qwen3 or Qwen3-MoE"),
         (policy_module(model, lora=LoraOptions()), {}, "adapters are merged"),
         (policy_module(dropout, disable_dropout=False), {}, r"attention dropout \(0.1\)"),
         (policy_module(model), {"param_dtype": "float64"}, "computes in float32, not in float64"),

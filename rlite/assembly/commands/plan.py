@@ -22,10 +22,12 @@ from transformers import PreTrainedConfig
 
 from rlite import config
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
+from rlite.assembly.plans import expert_parallel_plan
 from rlite.backends.embedded.cache import CacheSizes, EmbeddedOptions
+from rlite.backends.fsdp2.options import Fsdp2Options
+from rlite.backends.models.experts import check_expert_parallel, experts_of
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
-from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
 from rlite.runtime.parallel.tensor import check_heads
 from rlite.services.console.terminal import ConsoleReporter
@@ -113,7 +115,10 @@ def plan(options: PlanConfig) -> dict[str, str]:
         name=options.optimizer, lr=1.0, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1
     )
     module = policy_module(options.model_name, optimizer)
-    dims = ParallelDims.of_world(options.num_devices, options.ddp_size, options.sp_size, options.tp_size)
+    dims = options.dims(options.num_devices)
+    if dims.expert > 1:
+        check_expert_parallel(module, dims.expert)
+    told = {"experts": expert_parallel_plan(module, dims)} if experts_of(module) else {}
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     rollout = None
     if options.rollout is not None:
@@ -121,12 +126,13 @@ def plan(options: PlanConfig) -> dict[str, str]:
     dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
     try:
         mesh = make_mesh("cpu", range(options.num_devices), 0, dims)
+        experts = module.prepare_experts(mesh, Fsdp2Options(ep_size=dims.expert))
         if dims.tensor > 1:
             module.parallelize(mesh.tensor)
         units = module.fsdp_units()
         compute, master = (getattr(torch, name) for name in (options.compute_dtype, options.param_dtype))
         gathered = 2 * max(_local_numel(unit) for unit in units) * compute.itemsize
-        shard(module, units, mesh, compute, master)
+        shard(module, units, mesh, compute, master, experts)
         weights = _local_numel(module) * master.itemsize
         num_states = sum(
             (MUON_STATES if group.is_muon else ADAMW_STATES) * local_tensor(module.get_parameter(name)).numel()
@@ -153,6 +159,7 @@ def plan(options: PlanConfig) -> dict[str, str]:
         }
     return {
         "model": f"{options.model_name}, {num_parameters / 1e9:.2f} B parameters",
+        **told,
         "devices": f"{options.num_devices} = {dims}",
         **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
         "not counted": "activations inside one layer, and what the libraries take for themselves",

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
 from rlite.algorithms.reduce import WITHOUT_GRADIENT, Loss, LossSums, PerToken, Weight, call_loss, weigh
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.backends.models.routing import NO_ROUTING, NONFINITE, Routing
+from rlite.backends.models.routing import NO_ROUTING, NONFINITE
 from rlite.data.packs import BatchShare, Pack, lazy_pack, pair_rows
 from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError
@@ -116,7 +116,7 @@ class BatchRunner:
         return {**summed, "weight": added, **{name: torch.cat(parts).cpu() for name, parts in values.items()}}
 
     @torch.no_grad()
-    def _expect_load(self, routing: Routing, share: BatchShare, loss_fn: Loss, packs: list[Pack]) -> None:
+    def _expect_load(self, routing: Any, share: BatchShare, loss_fn: Loss, packs: list[Pack]) -> None:
         """Let all microbatches choose their experts, so that the auxiliary loss of each knows the load of the batch."""
         with fsdp.resharded(self.module):
             for rows, data in zip(share.microbatches, packs, strict=True):

@@ -56,8 +56,8 @@ class Fsdp2Options(Options):
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass"""
     deterministic: bool = False
-    """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2
-    and Qwen3 in float32 on CPU. They equal those that executor "torch" serves with deterministic=true. Slower"""
+    """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2,
+    Qwen3 and Qwen3-MoE in float32 on CPU. They equal those that executor "torch" serves with deterministic=true. Slower"""
     use_liger_kernel: bool = False
     """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False
@@ -71,5 +71,7 @@ class Fsdp2Options(Options):
             return
         if (dtype := self.compute_dtype or self.param_dtype) != "float32":
             yield f"deterministic=true computes in float32, not in {dtype}; leave param_dtype and compute_dtype out"
+        if self.ep_size > 1:
+            yield f"deterministic=true cannot send tokens to experts on ep_size={self.ep_size} workers; use ep_size=1"
         if self.sp_size > 1:
             yield f"deterministic=true cannot divide sequences over sp_size={self.sp_size} workers; use sp_size=1"

@@ -1,4 +1,4 @@
-"""Operations of Llama, Qwen2 and Qwen3 in float32 on CPU whose bits do not depend on the batch.
+"""Operations of Llama, Qwen2, Qwen3 and Qwen3-MoE in float32 on CPU whose bits do not depend on the batch.
 
 The result for a token depends on that token and on the tokens before it in its sequence. It does not depend on the
 number of tokens in the forward pass, on their order, or on the number of threads. Training and serving use these
@@ -9,6 +9,7 @@ operations with `deterministic=true`, so that both compute the same log-probabil
                        once with sums in the order of the keys, which decode steps compute
     silu, rotary       runs of elements. A kernel computes the last elements of a tensor, and of each thread's part, by
     angles             other code than the rest
+    experts            tiles of the rows of one expert; a token adds up its experts in the order of its choice
     log-probabilities  blocks of COLUMNS of the vocabulary
 
 Norms, sums and products need no such care: norms process each row alone, and the rest is rounded correctly. Backward
@@ -26,15 +27,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from torch.overrides import TorchFunctionMode
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rlite.algorithms.logprobs import block_statistics, logprobs_and_entropy, merge, no_statistics
 from rlite.backends.models.attention import causal_attention
+from rlite.backends.models.experts import block_of, experts_of, use_implementation
 from rlite.backends.models.linear import differentiable, forward, multiply
 from rlite.errors import ConfigError
 
 FAMILY = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """classes whose layers differ only in biases and in Qwen3's norms of queries and keys"""
+MIXTURES = (Qwen3MoeForCausalLM,)
+"""classes with the layers of FAMILY, and experts in place of some MLPs"""
+INVARIANT = "rlite_invariant"
+"""name of `experts_forward` among transformers' implementations of experts"""
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """rotary embeddings whose angles depend on the position alone, not on the length of the longest sequence"""
 TILE = 16
@@ -56,9 +64,9 @@ ANGLES_RUN = 16
 
 
 def is_plain(model: Any) -> bool:
-    """Return whether a model is a Llama, Qwen2 or Qwen3 with fixed rotary angles and full attention."""
+    """Return whether a model is a Llama, Qwen2, Qwen3 or Qwen3-MoE with fixed rotary angles and full attention."""
     config = model.config
-    if not isinstance(model, FAMILY) or config.hidden_act != "silu":
+    if not isinstance(model, FAMILY + MIXTURES) or config.hidden_act != "silu":
         return False
     layers = vars(config).get("layer_types") or ()
     return config.rope_parameters["rope_type"] in FIXED_ROPE and "sliding_attention" not in layers
@@ -74,7 +82,8 @@ def obstacle(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
     """
     if not is_plain(model):
         kind = getattr(model.config, "model_type", type(model).__name__)
-        return f"the model ({kind}) is not a Llama, Qwen2 or Qwen3 with silu, fixed rotary angles and full attention"
+        known = "a Llama, Qwen2, Qwen3 or Qwen3-MoE"
+        return f"the model ({kind}) is not {known} with silu, fixed rotary angles and full attention"
     if device_type != "cpu" or dtype != torch.float32:
         return f"it computes in {str(dtype).removeprefix('torch.')} on {device_type}, not in float32 on CPU"
     if not torch.backends.mkldnn.is_available() or "fbgemm" not in torch.backends.quantized.supported_engines:
@@ -93,8 +102,17 @@ def make_invariant(model: Any) -> None:
             for width in {min(module.out_features, COLUMNS), module.out_features % COLUMNS or COLUMNS}:
                 check_tile(width, module.in_features, module.bias is not None, torch.get_num_threads())
             module.forward = partial(forward, linear, module)  # type: ignore[method-assign]
-    for layer in model.base_model.layers:
-        layer.mlp.act_fn.forward = silu
+    experts = experts_of(model)
+    for module in model.modules():
+        if "act_fn" in module._modules:
+            module.act_fn.forward = silu
+    use_implementation(model, INVARIANT)
+    for name, module in experts.items():
+        for parameter in module.parameters():
+            check_tile(*parameter.shape[1:], False, torch.get_num_threads())
+        router: Any = block_of(model, name).get_submodule("gate")
+        check_tile(*router.weight.shape, False, torch.get_num_threads())
+        router.forward = partial(_with_tiles, router.forward)
     rotary = model.base_model.rotary_emb
     rotary.forward = RotaryTable(rotary.forward)
 
@@ -219,6 +237,44 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+class _Tiles(TorchFunctionMode):
+    """A context in which `F.linear` is `linear`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _with_tiles(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _Tiles():
+        return forward(*args, **kwargs)
+
+
+def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return the sums of the chosen experts' outputs [t, H], where each token's bits depend on that token alone.
+
+    Args:
+        module: the experts, whose matrices are [E, out, in].
+        hidden: tokens, [t, H].
+        chosen: experts of each token, [t, K].
+        weights: their weights, [t, K].
+    """
+    experts, order = chosen.flatten().sort(stable=True)
+    counts = experts.bincount(minlength=len(module.down_proj)).tolist()
+    parts = hidden[order // chosen.shape[1]].split(counts)
+    outputs = []
+    for part, gate_up, down in zip(parts, module.gate_up_proj, module.down_proj, strict=True):
+        gate, up = linear(part, gate_up).chunk(2, dim=-1)
+        outputs.append(linear(module.act_fn(gate) * up, down))
+    found = torch.cat(outputs)[order.argsort()].view(*chosen.shape, -1) * weights[..., None]
+    return reduce(torch.add, found.unbind(1)).to(hidden.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(INVARIANT, experts_forward)
 
 
 # -- attention -------------------------------------------------------------------------------------------------------

@@ -266,6 +266,19 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
+def wraps_parameter(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's wrapper around a parameter of experts."""
+    return "parameter_name" in vars(module)
+
+
+def adapter_of(model: nn.Module, name: str, parameter: str) -> Any:
+    """Return PEFT's wrapper around a parameter of the experts called `name` without adapters; None if it has none."""
+    wrapper: Any = model.get_submodule(name)
+    while wraps_parameter(wrapper) and wrapper.parameter_name != parameter:
+        wrapper = wrapper.base_layer
+    return wrapper if wraps_parameter(wrapper) else None
+
+
 def _adapters(model: nn.Module, name: str) -> Iterator[Any]:
     """Yield PEFT's wrappers around the experts called `name`, one for each parameter with an adapter."""
     for wrapped in range(_depth(name)):

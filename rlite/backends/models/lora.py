@@ -15,7 +15,7 @@ import math
 import re
 import signal
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlite.backends.models.experts import (
+    adapter_of,
+    experts_of,
+    is_transposed,
+    plain_name,
+    stacked_factors,
+    wraps_parameter,
+)
 from rlite.backends.models.huggingface import HuggingFaceFsdp2ScoreModule, pad_apart
 from rlite.errors import CheckpointError, ConfigError, did_you_mean
 from rlite.files import reading
@@ -71,6 +79,7 @@ class LoraTrainModule(BaseTrainModule):
         self.lora = options
 
     def _check_targets(self, options: LoraOptions) -> None:
+        self._check_target_parameters(options.target_parameters)
         if options.target_modules == [ALL_LINEAR]:
             return
         modules = dict(self.named_modules())
@@ -87,6 +96,17 @@ class LoraTrainModule(BaseTrainModule):
             if problem:
                 raise ConfigError(f"target_modules: {target!r} {problem}")
 
+    def _check_target_parameters(self, targets: Sequence[str]) -> None:
+        experts = experts_of(self)
+        stacks = [
+            f"{name}.{key}" for name, each in experts.items() for key, p in each._parameters.items() if p.ndim == 3
+        ]
+        for target in targets:
+            if not any(f".{name}".endswith(f".{target}") for name in stacks):
+                known = {".".join(name.split(".")[-3:]) for name in stacks}
+                problem = f"names no stack of experts' matrices; {did_you_mean(target, known)}"
+                raise ConfigError(f"target_parameters: {target!r} {problem if known else 'fits a model with experts'}")
+
     def _peft_config(self, options: LoraOptions, **changes: Any) -> Any:
         import peft
 
@@ -96,7 +116,8 @@ class LoraTrainModule(BaseTrainModule):
             r=options.rank,
             lora_alpha=options.alpha,
             lora_dropout=options.dropout,
-            target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+            target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets or None,
+            target_parameters=options.target_parameters or None,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in self.modules()),
             **changes,
         )
@@ -171,9 +192,14 @@ class LoraTrainModule(BaseTrainModule):
     # -- on the way out ------------------------------------------------------------------------------------------
 
     def served_parameter(self, name: str, parameter: Tensor) -> Tensor:
-        """Return a layer's weight with its adapter merged into it."""
+        """Return a layer's weight, or the matrices of its experts, with their adapter merged into them."""
         layer, _, attribute = name.rpartition(_HELD)
-        if self.lora is None or not layer or attribute != "weight":
+        if self.lora is None or not layer:
+            return super().served_parameter(self._plain_name(name), parameter)
+        if (adapter := adapter_of(self, plain_name(layer), attribute)) is not None:
+            merged = merge_experts(parameter, adapter, self.lora.alpha / self.lora.rank)
+            return super().served_parameter(self._plain_name(name), merged)
+        if attribute != "weight":
             return super().served_parameter(self._plain_name(name), parameter)
         down, up = self.get_parameter(layer + _DOWN), self.get_parameter(layer + _UP)
         scale = self.lora.alpha / self.lora.rank
@@ -200,7 +226,7 @@ class LoraTrainModule(BaseTrainModule):
         return super().postprocess_named_parameter(self._plain_name(name), tensor)
 
     def _plain_name(self, name: str) -> str:
-        return name if self.lora is None else name.replace(_HELD, ".")
+        return name if self.lora is None else plain_name(name)
 
     def save_adapter(self, folder: Path, trained: Mapping[str, Tensor]) -> None:
         """Write the trained parameters into `folder` in PEFT's format.
@@ -216,7 +242,8 @@ class LoraTrainModule(BaseTrainModule):
         """
         if self.lora is None:
             raise ConfigError(f"{type(self).__name__} has no adapter to save: call add_lora")
-        endings = {name.removesuffix(_DOWN).rpartition(".")[2] for name in trained if name.endswith(_DOWN)}
+        layers = [name.removesuffix(_DOWN) for name in trained if name.endswith(_DOWN)]
+        endings = {name.rpartition(".")[2] for name in layers if not wraps_parameter(self.get_submodule(name))}
         base = getattr(getattr(self, "config", None), "_name_or_path", None)
         whole = [_SCORE] if isinstance(self, HuggingFaceFsdp2ScoreModule) else None
         config = self._peft_config(self.lora, base_model_name_or_path=base, inference_mode=True, modules_to_save=whole)
@@ -248,6 +275,20 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
         return dtensor_like(weight, own)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.add(weight.to(dtype), up.to(dtype) @ down.to(dtype), alpha=scale).to(weight.dtype)
+
+
+@torch.no_grad()
+def merge_experts(stack: Tensor, adapter: Any, scale: float) -> Tensor:
+    """Return experts' matrices [E, rows, columns] with PEFT's adapter added, with the dtype and sharding of `stack`.
+
+    A collective if the tensors are DTensors.
+    """
+    down, up = (full_tensor(part["default"].weight) for part in (adapter.lora_A, adapter.lora_B))
+    box, local = local_shard(stack).box, local_tensor(stack)
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    left, right = stacked_factors(down, up, stack.shape[0], is_transposed(adapter))
+    merged = torch.baddbmm(local.to(dtype), left[box[0]].to(dtype), right[box[0]].to(dtype), alpha=scale)
+    return dtensor_like(stack, merged.to(local.dtype))
 
 
 def _is_tied(module: nn.Module, layer: nn.Module) -> bool:

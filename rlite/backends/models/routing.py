@@ -224,6 +224,9 @@ class Routing:
 
         Args:
             is_counted: False for a microbatch that has only padding rows.
+
+        Raises:
+            ConfigError: the module has a compute_logits of its own that does not call `tokens`.
         """
         if self._counted is None:  # a compute_logits of the user's own
             if self.aux_loss_coef:
@@ -295,7 +298,7 @@ class Routing:
         self._step_counts += counts
         load, num_experts = _shares(counts), counts.shape[1]
         relative, idle = num_experts * load, self._step_counts == 0
-        metrics = {
+        metrics: dict[str, Any] = {
             "load_max": relative.max(),
             "load_min": relative.min(),
             "auxiliary_loss": num_experts * (load * means).sum() / len(load),
@@ -328,7 +331,7 @@ class Routing:
                 for name, bias in biases.items():
                     if name.startswith(f"{block}."):
                         shard = local_shard(bias)
-                        shard.tensor += own.view(bias.shape)[shard.box].to(shard.tensor)
+                        shard.tensor.add_(own.view(bias.shape)[shard.box].to(shard.tensor))
         self.forget()
 
     def forget(self) -> None:

@@ -349,7 +349,18 @@ class ShardedMuon(torch.optim.Muon):
     which torch orthogonalises it, so equal gradients give the bits of `torch.optim.Muon` on one device. Each rank then
     orthogonalises the whole matrix and keeps its part: torch's own operations on DTensors would communicate in each of
     the iteration's products, and sum in another order.
+
+    A parameter [E, rows, columns] is a stack of matrices, each of which is updated like a parameter of its own. It is
+    sharded over E alone, so nothing is gathered.
+
+    Args:
+        params: parameters or parameter groups.
+        options: options of `torch.optim.Muon`.
     """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        defaults = torch.optim.Muon([torch.empty(1, 1)], **options).defaults  # it takes no stacks
+        torch.optim.Optimizer.__init__(self, params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -375,12 +386,19 @@ class ShardedMuon(torch.optim.Muon):
         gradient, buffer = local_tensor(gradient), local_tensor(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        whole = full_tensor(dtensor_like(parameter, update.bfloat16()))
-        orthogonal = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
         shard = local_shard(parameter)
         shard.tensor.mul_(1 - group["lr"] * group["weight_decay"])
-        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape)
-        shard.tensor.add_(orthogonal[shard.box], alpha=-lr)
+        lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape[-2:])
+        if parameter.ndim == 3:
+            for matrix, own in zip(shard.tensor, update.bfloat16(), strict=True):
+                matrix.add_(_orthogonal(own, group), alpha=-lr)
+            return
+        whole = full_tensor(dtensor_like(parameter, update.bfloat16()))
+        shard.tensor.add_(_orthogonal(whole, group)[shard.box], alpha=-lr)
+
+
+def _orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 class CombinedOptimizer(torch.optim.Optimizer):

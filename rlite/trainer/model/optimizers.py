@@ -32,7 +32,8 @@ class ParameterGroup:
 def parameter_groups(module: BaseTrainModule, options: OptimizerOptions) -> list[ParameterGroup]:
     """Divide a module's parameters into groups, and freeze the groups with `freeze`.
 
-    Muon takes matrices inside of layers. Embeddings, heads, norms and biases stay with AdamW.
+    Muon takes matrices inside of layers, and the matrix of each expert. Embeddings, heads, norms, biases and the
+    adapters of experts stay with AdamW.
 
     Args:
         module: the module on meta, with its weights tied.
@@ -45,7 +46,7 @@ def parameter_groups(module: BaseTrainModule, options: OptimizerOptions) -> list
         ConfigError: a group matches no parameter, nothing is left to train, or Muon has no matrix.
     """
     matched = _match(module, options)
-    hidden = {id(parameter) for unit in module.fsdp_units() for parameter in unit.parameters() if parameter.ndim == 2}
+    hidden = {id(parameter) for unit in module.fsdp_units() for parameter in _matrices(unit)}
     groups = []
     for is_muon in (True, False) if options.name == "muon" else (False,):
         for group, names in matched:
@@ -80,6 +81,18 @@ def make_optimizer(module: nn.Module, groups: Sequence[ParameterGroup]) -> torch
         # fused: each parameter's memory is passed over once instead of ten times
         optimizers.append(torch.optim.AdamW(adamw, fused=True))
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(*optimizers)
+
+
+def _matrices(unit: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices of a layer and the stacks of its experts' matrices, without stacks of other things."""
+    stacks, other = [], set[int]()
+    for module in unit.modules():
+        if isinstance(vars(module).get("num_experts"), int):  # of experts, of PEFT's wrappers around them, or a block's
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            stacks += [parameter for parameter in own if parameter.ndim == 3]
+            if "parameter_name" in vars(module) or any(parameter.ndim == 3 for parameter in own):
+                other |= {id(parameter) for parameter in module.parameters()}
+    return [*stacks, *(p for p in unit.parameters() if p.ndim == 2 and id(p) not in other)]
 
 
 def _match(module: nn.Module, options: OptimizerOptions) -> list[tuple[ParameterGroupOptions, list[str]]]:

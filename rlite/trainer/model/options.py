@@ -11,12 +11,13 @@ from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.types import Aggregation, BalanceBy, KLEstimator, PackingMethod, Schedule
+from rlite.types import Aggregation, BalanceBy, ExpertsImplementation, KLEstimator, PackingMethod, Schedule
 
 OptimizerName = Literal["adamw", "muon"]
 BUILD_OPTIONS = (
-    *("tp_size", "sp_size", "balance_by", "packing_method", "max_grad_norm"),
+    *("tp_size", "sp_size", "ep_size", "balance_by", "packing_method", "max_grad_norm"),
     *("gradient_checkpointing", "use_liger_kernel", "offload_optimizer"),
+    *("experts_implementation", "router_aux_loss_coef", "router_bias_update_rate"),
 )
 """options of a model that the engine's build takes under the same names"""
 
@@ -71,8 +72,18 @@ class LayoutOptions(Options):
     """devices that share each matrix (tensor parallel)"""
     sp_size: Count = 1
     """devices that share the tokens of a sequence (context parallel)"""
+    ep_size: Count = 1
+    """devices that share the experts of each layer (expert parallel); divides fsdp x sp_size x tp_size"""
     max_length_per_device: Count = 16384
     """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
+
+    def dims(self, world_size: int) -> ParallelDims:
+        """Return the division of a world of `world_size` devices.
+
+        Raises:
+            ConfigError: the sizes do not divide the world; the message names the equation.
+        """
+        return ParallelDims.of_world(world_size, self.ddp_size, self.sp_size, self.tp_size, self.ep_size)
 
 
 class ModelOptions(LayoutOptions):
@@ -89,6 +100,12 @@ class ModelOptions(LayoutOptions):
     """recompute activations in the backward pass"""
     offload_optimizer: bool = True
     """keep the optimizer's state in host memory between optimizer steps"""
+    experts_implementation: ExpertsImplementation = "auto"
+    """transformers' computation of a mixture's experts; auto: grouped_mm on GPUs, eager on CPU"""
+    router_aux_loss_coef: Rate = 0.0
+    """factor of the auxiliary loss that spreads tokens evenly over experts; 0 is off. It costs one more forward pass"""
+    router_bias_update_rate: Rate = 0.0
+    """change of the routers' correction biases in each optimizer step, towards an even load; 0 is off"""
     avg_level: Aggregation = "token"
     """mean of the loss over: all tokens; sequences' means; tokens divided by a constant length (Dr. GRPO's paper). A
     sequence is a row: a trajectory of several rows has as many means, not one"""
@@ -136,7 +153,7 @@ class ModelOptions(LayoutOptions):
         Raises:
             ConfigError: the sizes do not divide the world; the message names the equation.
         """
-        dims = ParallelDims.of_world(world_size, self.ddp_size, self.sp_size, self.tp_size)
+        dims = self.dims(world_size)
         return {
             **{name: value for name, value in self if name in BUILD_OPTIONS},
             "tensor_parallel_size": world_size // dims.copies,
@@ -149,9 +166,11 @@ class ModelOptions(LayoutOptions):
 def frozen_build_options(build_options: Mapping[str, Any], device: str) -> dict[str, Any]:
     """Return the build options of a frozen model: parameters are stored in the dtype that it computes in.
 
-    Float32 master weights serve the small steps of an optimizer; without one, nothing reads their low bits.
+    Float32 master weights serve the small steps of an optimizer; without one, nothing reads their low bits. The options
+    that balance a mixture's experts are options of training.
     """
-    return {**build_options, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
+    unbalanced = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
+    return {**build_options, **unbalanced, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
 
 
 def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, power: float | None) -> Iterator[str]:

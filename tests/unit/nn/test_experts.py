@@ -1,0 +1,246 @@
+"""Mixtures of experts: their form, adapters, balance and optimizer, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import rlite
+from rlite import RliteInferenceEngine, RliteTrainEngine, gathered
+from rlite.backends.models.experts import check_expert_parallel, corrects
+from rlite.backends.models.lora import merge_adapter
+from rlite.backends.models.routing import DROPPED_STEPS
+from rlite.errors import ConfigError
+from rlite.nn import LoraOptions
+from rlite.nn.pretrained import causal_lm_class, load_model
+from rlite.trainer.model.modules import policy_module
+from rlite.trainer.model.options import OptimizerOptions
+from tests.integration.modules import Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
+from tests.mixtures import build_mixture_dir, random_model
+from tests.tiny import build_model_dir
+
+LENGTHS = [9, 4, 13, 1, 7, 6, 5]
+EXACT = {"param_dtype": "float64", "max_grad_norm": 1e9}
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+class MixturePolicy(Policy):
+    @gathered("first")
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+
+    def repel(self, name: str, expert: int) -> None:
+        """Let a router choose an expert never."""
+        with torch.no_grad():
+            gate = self.get_parameter(name)
+            gate[expert] = -100 * gate.mean(0)
+            self.optimizer.param_groups[0]["lr"] = 0.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    rlite.init(device="cpu", num_devices=1)
+    yield
+    rlite.shutdown()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_mixture_dir(tmp_path_factory.mktemp("models") / "qwen3_moe", "qwen3_moe")
+
+
+def options(**changes: Any) -> OptimizerOptions:
+    plain = {"lr": 1e-2, "weight_decay": 0.0, "scheduler": "constant", "warmup_steps": 0, "total_steps": 10}
+    return OptimizerOptions(**{**plain, **changes})
+
+
+def engine_of(path: Path, lora: LoraOptions | None = None, name: str = "adamw", **build: Any) -> RliteTrainEngine:
+    engine = RliteTrainEngine(policy_module(path, options(name=name), lora))
+    engine.build(tensor_parallel_size=1, data_parallel_size=1, **build)
+    return engine
+
+
+def logprobs_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    found = logits.log_softmax(-1)[:, :-1].gather(-1, batch["input_ids"][:, 1:, None])[..., 0]
+    return torch.nn.functional.pad(found, (0, 1)) * batch["loss_mask"]
+
+
+def test_adapters_of_experts_are_trained_and_open_with_peft_and_merge(path: Path, tmp_path: Path) -> None:
+    lora = LoraOptions(rank=4, target_modules=["q_proj"], target_parameters=STACKS)
+    engine = engine_of(path, lora, gradient_checkpointing=True)
+    batch = make_batch(LENGTHS)
+    before = engine.forward(batch, next_token_logprobs)
+    for _ in range(3):
+        engine.train_batch(batch, token_loss, num_counted)
+    served, base = engine.forward(batch, next_token_logprobs), engine.forward(batch, next_token_logprobs, None, True)
+    engine.save(tmp_path / "model")
+    engine.release()
+    assert torch.equal(base, before)
+    assert (served - before).abs().max() > 0.01
+    adapter = tmp_path / "model" / "adapter"
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(adapter)).eval()
+    expected = served * batch["loss_mask"]
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs_of(peft, batch), expected, atol=1e-5, rtol=0)
+        exported = load_model(AutoModelForCausalLM, tmp_path / "model").eval()
+        torch.testing.assert_close(logprobs_of(exported, batch), expected, atol=1e-5, rtol=0)
+        merge_adapter(adapter, str(path), tmp_path / "merged")
+        merged = load_model(AutoModelForCausalLM, tmp_path / "merged").eval()
+        torch.testing.assert_close(logprobs_of(merged, batch), expected, atol=1e-5, rtol=0)
+
+
+def test_a_target_that_names_no_stack_of_experts_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target_parameters: 'experts.up_proj' names no stack .* did you mean"):
+        policy_module(path, options(), LoraOptions(target_parameters=["experts.up_proj"]))
+    with pytest.raises(ConfigError, match="dropout"):
+        LoraOptions(target_parameters=STACKS, dropout=0.1)
+
+
+def test_muon_updates_each_experts_matrix_as_a_matrix_of_its_own(path: Path) -> None:
+    engine = engine_of(path, name="muon", max_grad_norm=float("inf"))
+    name = "model.layers.1.mlp.experts.down_proj"
+    batch, before = make_batch(LENGTHS), engine.state_dict()[name]
+    engine.train_batch(batch, token_loss, num_counted)
+    after = engine.state_dict()[name]
+    engine.release()
+    model = random_model("qwen3_moe")
+    loss = -(logprobs_of(model, batch).sum() / batch["loss_mask"].sum())
+    loss.backward()
+    for number, gradient in enumerate(model.get_parameter(name).grad):
+        alone = torch.nn.Parameter(before[number].clone())
+        alone.grad = gradient.clone()
+        torch.optim.Muon([alone], lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+        torch.testing.assert_close(after[number], alone.detach(), atol=2e-4, rtol=0)
+    assert not torch.equal(after, before)
+
+
+def gate_gradient(path: Path, coef: float, **build: Any) -> tuple[Tensor, dict[str, float]]:
+    """Gradient of the routers' weights of one batch, and its statistics."""
+    engine: Any = RliteTrainEngine(on_meta(causal_lm_class(path, MixturePolicy), path))
+    engine.build(tensor_parallel_size=1, data_parallel_size=1, router_aux_loss_coef=coef, **EXACT, **build)
+    stats = engine.forward_backward(make_batch(LENGTHS), token_loss, num_counted)
+    gradients = engine.gradients()
+    engine.release()
+    return torch.stack([g for name, g in gradients.items() if name.endswith("mlp.gate.weight")]), stats
+
+
+def test_the_auxiliary_loss_is_that_of_its_definition_for_any_microbatches(path: Path) -> None:
+    coef = 0.5
+    plain, _ = gate_gradient(path, 0.0)
+    whole, stats = gate_gradient(path, coef)
+    parts, stats_of_parts = gate_gradient(path, coef, max_tokens_per_microbatch=14)
+    torch.testing.assert_close(parts, whole, atol=1e-9, rtol=0)
+    batch, model = make_batch(LENGTHS), random_model("qwen3_moe").double()
+    seen: list[Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers[1:]]
+    for gate in gates:
+        gate.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    is_token = batch["attention_mask"].flatten().bool()
+    losses = []
+    for logits in (each[is_token] for each in seen):
+        chosen = torch.nn.functional.one_hot(logits.topk(2).indices, 8).sum(1).double().mean(0) / 2
+        losses.append(8 * (chosen * logits.softmax(-1).mean(0)).sum())
+    loss = torch.stack(losses).mean()
+    expected = torch.stack(torch.autograd.grad(coef * loss, [gate.weight for gate in gates]))
+    torch.testing.assert_close(whole - plain, expected, atol=1e-8, rtol=0)
+    assert stats["moe/auxiliary_loss"] == pytest.approx(loss.item(), abs=1e-7)
+    assert stats_of_parts["moe/auxiliary_loss"] == pytest.approx(loss.item(), abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "ernie4_5_moe", "minimax_m2"])
+def test_correction_biases_are_read_balanced_saved_synced_and_resumed(kind: str, tmp_path: Path) -> None:
+    folder = build_mixture_dir(tmp_path / "model", kind)
+    engine: Any = RliteTrainEngine(on_meta(causal_lm_class(folder, MixturePolicy), folder))
+    sizes = {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    engine.build(**sizes, router_bias_update_rate=0.25)
+    (name, *_), before = [n for n in load_file(folder / "model.safetensors") if corrects(n)], engine.state_dict()
+    assert torch.equal(before[name], load_file(folder / "model.safetensors")[name].float())
+    stats = engine.train_batch(make_batch(LENGTHS), token_loss, num_counted)
+    assert stats["moe/load_max"] > 1 > stats["moe/load_min"]
+    after = engine.state_dict()[name]
+    change = (after - before[name]).flatten()
+    assert set(change.round(decimals=4).abs().tolist()) <= {0.0, 0.25}
+    assert change.min() < 0 < change.max()
+    engine.save(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")[name]
+    assert torch.equal(saved, after)
+    engine.save_state(tmp_path / "state")
+    if kind != "deepseek_v3":  # whose attention is not served
+        served = RliteInferenceEngine(folder)
+        served.build(data_parallel_size=1, colocate_with=engine, max_model_len=64, max_num_seqs=2)
+        engine.p2p_weight_sync(served, verify_checksums=True)
+        answer = served.generate([[1, 2, 3]], {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True})[0].outputs[0]
+        batch = {"input_ids": torch.tensor([[1, 2, 3, *answer.token_ids]])}
+        batch |= {"attention_mask": torch.ones_like(batch["input_ids"])}
+        expected = engine.forward(batch, next_token_logprobs)[0, 2:-1]
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-5, rtol=0)
+        served.release()
+    following = engine.train_batch(make_batch(LENGTHS, 1), token_loss, num_counted), engine.state_dict()
+    engine.release()
+    resumed: Any = RliteTrainEngine(on_meta(causal_lm_class(folder, MixturePolicy), folder))
+    resumed.build(**sizes, router_bias_update_rate=0.25)
+    resumed.load_state(tmp_path / "state")
+    assert resumed.train_batch(make_batch(LENGTHS, 1), token_loss, num_counted) == following[0]
+    assert all(torch.equal(tensor, following[1][key]) for key, tensor in resumed.state_dict().items())
+    resumed.release()
+
+
+def test_a_poisoned_router_and_a_dropped_expert_are_seen(path: Path) -> None:
+    engine: Any = RliteTrainEngine(on_meta(causal_lm_class(path, MixturePolicy), path))
+    engine.build(tensor_parallel_size=1, data_parallel_size=1)
+    gate = "model.layers.2.mlp.gate.weight"
+    engine.repel(gate, 3)
+    for _ in range(DROPPED_STEPS):
+        stats = engine.train_batch(make_batch([9, 4]), token_loss, num_counted)
+        assert stats["is_skipped"] == 0
+    assert stats["moe/dropped_share"] >= 1 / 16
+    assert stats["moe/idle_share"] >= stats["moe/dropped_share"]
+    engine.fill(gate, float("nan"))
+    stats = engine.train_batch(make_batch(LENGTHS), token_loss, num_counted)
+    assert stats["moe/nonfinite_tokens"] == sum(LENGTHS)
+    assert stats["is_skipped"] == 1
+    engine.release()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ep_size": 3}, "no whole solution"),
+        ({"router_bias_update_rate": 0.1}, "the routers of 'qwen3_moe' have no correction bias"),
+        ({"experts_implementation": "grouped_mm", "param_dtype": "float64"}, "does not compute in float64"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_a_process_starts(path: Path, options: Any, message: str) -> None:
+    engine = RliteTrainEngine(policy_module(path))
+    with pytest.raises(ConfigError, match=message):
+        engine.build(tensor_parallel_size=1, data_parallel_size=1, **options)
+    assert not engine.is_built
+
+
+def test_options_of_experts_are_refused_for_a_dense_model(tmp_path: Path) -> None:
+    folder = build_model_dir(tmp_path / "qwen2", hidden=64)
+    for option in ({"router_aux_loss_coef": 0.1}, {"experts_implementation": "eager"}):
+        engine = RliteTrainEngine(policy_module(folder))
+        with pytest.raises(ConfigError, match="has no experts"):
+            engine.build(tensor_parallel_size=1, data_parallel_size=1, **option)
+    with pytest.raises(ConfigError, match="'qwen2' has no experts to divide"):
+        check_expert_parallel(policy_module(folder), 2)
+
+
+def test_expert_parallelism_needs_a_plan_and_a_size_that_divides(path: Path) -> None:
+    with pytest.raises(ConfigError, match="ep_size=3 does not divide the 8 experts"):
+        check_expert_parallel(policy_module(path), 3)
+    module = policy_module(path)
+    module.config.base_model_ep_plan = {}
+    with pytest.raises(ConfigError, match="no plan of transformers names it"):
+        check_expert_parallel(module, 2)
