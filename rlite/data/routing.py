@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -94,6 +95,34 @@ def check_routing(batch: TensorDict, shape: RoutingShape) -> float:
     if len(recorded) >= MIN_REPEATED and shape.num_experts > shape.top_k and (ordered == ordered[0]).all():
         raise DataError(f"{told}: all {len(recorded)} tokens have the same experts in every layer; {remedy}")
     return len(recorded) / max(int(mask.sum()) - len(mask), 1)
+
+
+def entries_of_table(
+    table: np.ndarray, shape: RoutingShape, layers: Sequence[int], num_all: int, num_prompt: int
+) -> list[list[bytes]]:
+    """Return the entries of an answer from the table that vLLM (`routed_experts`) and SGLang return.
+
+    Args:
+        table: `[prompt + output - 1, layers, K]`, numbers of experts; of all layers of the model, or of those with
+            experts alone.
+        shape: form of the model's choices.
+        layers: numbers of the layers with experts.
+        num_all: number of the model's layers.
+        num_prompt: tokens of the prompt.
+
+    Raises:
+        DataError: the table has another shape, or names experts that do not exist.
+    """
+    sizes = {num_all: list(layers), shape.num_layers: list(range(shape.num_layers))}
+    if table.ndim != 3 or table.shape[1] not in sizes or table.shape[2] != shape.top_k or len(table) < num_prompt:
+        expected = f"at least {num_prompt} tokens, {num_all} layers (of which {shape.num_layers} have experts) and "
+        expected += f"{shape.top_k} experts of each; layers that predict further tokens do not count"
+        raise DataError(f"the engine returned {ROUTED} of shape {list(table.shape)}; expected {expected}")
+    chosen = torch.from_numpy(table[:, sizes[table.shape[1]]].astype(np.int64))
+    if int(chosen.min()) < 0 or int(chosen.max()) >= shape.num_experts:
+        raise DataError(f"the engine returned {ROUTED} up to {int(chosen.max())}; expected 0 to {shape.num_experts - 1}")
+    rows = [row.tobytes() for row in shape.encode(chosen).numpy()]
+    return [rows[:num_prompt], *([row] for row in rows[num_prompt:])]
 
 
 def note_rows(known: list[bytes], start: int, entries: Sequence[Sequence[bytes]]) -> None:

@@ -1,0 +1,232 @@
+"""The trainer replays the experts that the engine chose: the same log-probabilities, with gradients of the routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+import rlite
+from rlite import RliteTrainEngine, gathered
+from rlite.algorithms import on_logprobs
+from rlite.data.packs import TokenHistory
+from rlite.data.routing import ROUTED, RoutingShape, check_routing
+from rlite.engine.inference import RliteInferenceEngine
+from rlite.errors import DataError
+from rlite.nn.pretrained import causal_lm_class
+from rlite.rollout.joined import pad_trajectories
+from rlite.rollout.workflow import trajectory
+from rlite.runtime.parallel.fsdp import full_tensor
+from rlite.trainer.rl.objective import OwnLogprobs, RecordedLogprobs
+from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
+from tests.integration.modules import Policy, on_meta
+from tests.mixtures import build_mixture_dir
+
+FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "ernie4_5_moe", "minimax_m2"]
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [21]]
+
+
+class RoutedPolicy(Policy):
+    """A policy whose router gradients can be read, and whose weights can be moved a little."""
+
+    @gathered("first")
+    def router_gradients(self) -> dict[str, float]:
+        return {
+            name: float(full_tensor(p.grad).abs().max())
+            for name, p in self.named_parameters()
+            if p.grad is not None and ("gate.weight" in name or "router" in name)
+        }
+
+    def move(self, scale: float) -> None:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                own += scale * torch.randn(own.shape, generator=generator).to(own)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    rlite.init(num_devices=1, num_threads=1)
+    yield
+    rlite.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def folder_of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = build_mixture_dir(tmp_path_factory.mktemp("models") / kind, kind)
+        return made[kind]
+
+    return folder_of
+
+
+@pytest.fixture
+def engines(folders: Any) -> Iterator[Any]:
+    """engines(kind): the embedded engine and a trainer of one model."""
+    built: list[Any] = []
+
+    def build(kind: str, **options: Any) -> tuple[RliteInferenceEngine, Any]:
+        rollout = RliteInferenceEngine(str(folders(kind)), executor="torch")
+        rollout.build(max_model_len=64, max_num_seqs=4, **options.pop("serving", {}))
+        actor: Any = RliteTrainEngine(on_meta(causal_lm_class(folders(kind), RoutedPolicy), folders(kind)))
+        actor.build(colocate_with=rollout, **options)
+        built.extend([actor, rollout])
+        return rollout, actor
+
+    yield build
+    for engine in built:
+        engine.release()
+
+
+def ask(engine: Any, ids: list[int], number: int = 8, seed: int = 0) -> LLMResponse:
+    gconfig = GenerationHyperparameters(max_new_tokens=number, min_new_tokens=number, seed=seed)
+    request = LLMRequest(input_ids=ids, gconfig=gconfig, extras=(ROUTED,))
+    return asyncio.run(engine.agenerate(request))
+
+
+
+
+def batch_of(responses: list[LLMResponse]) -> TensorDict:
+    return pad_trajectories([trajectory(response) for response in responses])
+
+
+@on_logprobs
+def mean_logprob(tokens: Any, data: dict[str, Any]) -> Tensor:
+    return -tokens.logprobs.mean()
+
+
+def num_tokens(data: dict[str, Any]) -> Tensor:
+    return torch.tensor(float(len(data["input_ids"])))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_replayed_logprobs_are_the_sampled_ones_without_a_differing_choice(engines: Any, kind: str) -> None:
+    rollout, actor = engines(kind)
+    batch = batch_of([ask(rollout, ids, seed=index) for index, ids in enumerate(PROMPTS)])
+    shape = actor.module.routing_shape()
+    assert batch[ROUTED].shape == (*batch["input_ids"].shape, shape.num_bytes)
+    chosen = shape.decode(batch[ROUTED])
+    last = batch["attention_mask"].sum(-1) - 1
+    assert (chosen[torch.arange(len(batch)), last] == -1).all(), "nobody read the last token"
+    assert check_routing(batch, shape) == 1.0
+    found = actor.forward(batch, OwnLogprobs())
+    mask = batch["loss_mask"]
+    torch.testing.assert_close(found[mask], batch["logprobs"][mask], atol=1e-5, rtol=0)
+    stats = actor.forward_backward(batch, mean_logprob, num_tokens)
+    assert stats["moe/replay_differs"] == 0.0
+    assert all(value > 0 for value in actor.router_gradients().values()) and actor.router_gradients()
+
+
+def test_other_weights_choose_otherwise_and_replay_counts_it(engines: Any) -> None:
+    rollout, actor = engines("qwen3_moe")
+    batch = batch_of([ask(rollout, ids, seed=index) for index, ids in enumerate(PROMPTS)])
+    actor.move(0.1)
+    stats = actor.forward_backward(batch, mean_logprob, num_tokens)
+    assert 0.05 < stats["moe/replay_differs"] <= 1.0
+    assert all(value > 0 for value in actor.router_gradients().values())
+    replayed, own = (actor.forward(each, OwnLogprobs()) for each in (batch, batch.exclude(ROUTED)))
+    assert not torch.allclose(replayed, own)
+    with_all, with_recomputation = (actor.forward(each, OwnLogprobs()) for each in (batch, batch))
+    assert torch.equal(with_all, with_recomputation)
+
+
+def test_the_trainers_own_pass_records_what_it_then_replays(engines: Any) -> None:
+    rollout, actor = engines("qwen3_moe")
+    batch = batch_of([ask(rollout, ids, seed=index) for index, ids in enumerate(PROMPTS)])
+    shape, mask = actor.module.routing_shape(), batch["attention_mask"]
+    plain = batch.exclude(ROUTED)
+    logprobs, column = RecordedLogprobs.parts(actor.forward(plain, RecordedLogprobs()))
+    assert torch.equal(logprobs[..., 0], actor.forward(plain, OwnLogprobs()))
+    chosen, served = (shape.decode(each)[mask].sort(-1).values for each in (column, batch[ROUTED]))
+    is_served = (served >= 0).all(-1).all(-1)
+    assert (chosen >= 0).all() and torch.equal(chosen[is_served], served[is_served])
+
+
+def test_gradients_with_recomputed_activations_are_those_without(engines: Any) -> None:
+    found = []
+    for checkpointing in (False, True):
+        rollout, actor = engines("qwen3_moe", gradient_checkpointing=checkpointing)
+        batch = batch_of([ask(rollout, ids, seed=index) for index, ids in enumerate(PROMPTS)])
+        actor.move(0.1)
+        actor.forward_backward(batch, mean_logprob, num_tokens)
+        found.append(actor.router_gradients())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_siblings_and_kept_caches_have_the_routing_of_the_pass_that_computed_them(engines: Any) -> None:
+    rollout, actor = engines("qwen3_moe")
+    prompt = list(range(5, 45))
+
+    async def both() -> list[LLMResponse]:
+        gconfig = GenerationHyperparameters(max_new_tokens=6, min_new_tokens=6)
+        requests = [
+            LLMRequest(input_ids=prompt, gconfig=gconfig.new(seed=seed), extras=(ROUTED,), rid="group") for seed in (0, 1)
+        ]
+        return list(await asyncio.gather(*map(rollout.agenerate, requests)))
+
+    first, sibling = asyncio.run(both())
+    assert first.extras[ROUTED][0] == sibling.extras[ROUTED][0] and len(first.extras[ROUTED][0]) == len(prompt)
+    history = TokenHistory()
+    history.read(prompt)
+    history.add(first)
+    history.read([7, 8])
+    history.add(ask(rollout, [*prompt, *first.output_tokens, 7, 8], number=3))
+    batch = pad_trajectories([history.row(), trajectory(sibling)])
+    assert check_routing(batch, actor.module.routing_shape()) == 1.0
+    mask = batch["loss_mask"]
+    torch.testing.assert_close(actor.forward(batch, OwnLogprobs())[mask], batch["logprobs"][mask], atol=1e-5, rtol=0)
+
+
+def test_a_sequence_that_new_weights_interrupt_keeps_its_routing_in_place(engines: Any) -> None:
+    rollout, actor = engines("qwen3_moe")
+    gconfig = GenerationHyperparameters(max_new_tokens=30, min_new_tokens=30, seed=3)
+    request = LLMRequest(input_ids=[5, 6, 7], gconfig=gconfig, extras=(ROUTED,))
+
+    async def interrupted() -> LLMResponse:
+        task = asyncio.ensure_future(rollout.agenerate(request, lambda chunk: begun.set()))
+        begun = asyncio.Event()
+        await begun.wait()
+        actor.move(0.02)
+        await asyncio.to_thread(actor.p2p_weight_sync, rollout)
+        return await task
+
+    response = asyncio.run(interrupted())
+    column, versions = response.extras[ROUTED], response.output_versions
+    assert len(set(versions)) == 2 and [len(rows) for rows in column] == [3, *[1] * 29]
+    batch = batch_of([response])
+    mask = torch.zeros_like(batch["loss_mask"])
+    mask[0, 3:] = torch.tensor(versions) == versions[-1]
+    newest = actor.forward(batch, OwnLogprobs())
+    chosen = actor.module.routing_shape().decode(batch[ROUTED])
+    own = RecordedLogprobs.parts(actor.forward(batch.exclude(ROUTED), RecordedLogprobs()))[1]
+    own = actor.module.routing_shape().decode(own)
+    is_new = mask.roll(-1, 1)  # positions that predict the tokens of the new weights
+    assert newest.isfinite().all() and torch.equal(chosen[is_new].sort(-1).values, own[is_new].sort(-1).values)
+
+
+def test_a_dense_model_is_refused_what_it_has_not(models: dict[str, Path]) -> None:
+    rollout = RliteInferenceEngine(str(models["llama"]), executor="torch")
+    rollout.build(max_model_len=64, max_num_seqs=2)
+    with pytest.raises(DataError, match=r"has no experts whose choice could be recorded"):
+        ask(rollout, [5, 6])
+    rollout.release()
+
+
+def test_a_choice_that_fits_another_model_is_refused(engines: Any) -> None:
+    rollout, actor = engines("qwen3_moe")
+    batch = batch_of([ask(rollout, ids) for ids in PROMPTS])
+    other = RoutingShape(3, 2, 8)
+    batch[ROUTED] = torch.zeros(*batch["input_ids"].shape, other.num_bytes, dtype=torch.uint8)
+    with pytest.raises(Exception, match=r"6 bytes.*expected 4 for 2 layers"):
+        actor.forward(batch, OwnLogprobs())
