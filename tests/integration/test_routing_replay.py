@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,26 @@ from torch import Tensor
 import rlite
 from rlite import RliteTrainEngine, gathered
 from rlite.algorithms import on_logprobs
+from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.embedded.worker import BACKEND
 from rlite.data.packs import TokenHistory
 from rlite.data.routing import ROUTED, RoutingShape, check_routing
+from rlite.engine import registry
 from rlite.engine.inference import RliteInferenceEngine
-from rlite.errors import DataError
+from rlite.errors import ConfigError, DataError
 from rlite.nn.pretrained import causal_lm_class
+from rlite.rollout import SingleTurnWorkflow
 from rlite.rollout.joined import pad_trajectories
 from rlite.rollout.workflow import trajectory
 from rlite.runtime.parallel.fsdp import full_tensor
+from rlite.runtime.replicas.replica import Capabilities
+from rlite.trainer.options import SamplingOptions, TrainerOptions
+from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.objective import OwnLogprobs, RecordedLogprobs
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse
 from tests.integration.modules import Policy, on_meta
+from tests.integration.rewards import digits
 from tests.mixtures import build_mixture_dir
 
 FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "ernie4_5_moe", "minimax_m2"]
@@ -137,8 +147,6 @@ def test_other_weights_choose_otherwise_and_replay_counts_it(engines: Any) -> No
     assert all(value > 0 for value in actor.router_gradients().values())
     replayed, own = (actor.forward(each, OwnLogprobs()) for each in (batch, batch.exclude(ROUTED)))
     assert not torch.allclose(replayed, own)
-    with_all, with_recomputation = (actor.forward(each, OwnLogprobs()) for each in (batch, batch))
-    assert torch.equal(with_all, with_recomputation)
 
 
 def test_the_trainers_own_pass_records_what_it_then_replays(engines: Any) -> None:
@@ -230,3 +238,85 @@ def test_a_choice_that_fits_another_model_is_refused(engines: Any) -> None:
     batch[ROUTED] = torch.zeros(*batch["input_ids"].shape, other.num_bytes, dtype=torch.uint8)
     with pytest.raises(Exception, match=r"6 bytes.*expected 4 for 2 layers"):
         actor.forward(batch, OwnLogprobs())
+
+
+ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(3) for b in range(3)]
+SAMPLING = SamplingOptions(max_new_tokens=8)
+
+
+def trainer(model: Path, folder: Path, kind: Any = SingleTurnWorkflow, **options: Any) -> PpoTrainer:
+    rollout = RolloutOptions(
+        train_sampling_params=SAMPLING, max_model_len=64, dynamic_filtering=False, **options.pop("rollout", {})
+    )
+    config = PpoConfig(
+        actor=ActorOptions(model_name=str(model), lr=3e-3, update_per_rollout=2, **options),
+        train_data=PromptOptions(prompts_per_rollout=2, responses_per_prompt=4),
+        rollout=rollout,
+        trainer=TrainerOptions(save_dir=str(folder), total_steps=2),
+    )
+    return PpoTrainer(config, kind(digits, SAMPLING.gconfig(), byte_tokenizer()), ROWS)
+
+
+@pytest.mark.parametrize("source", ["auto", "old_policy", "off"])
+def test_grpo_trains_a_mixture_with_replayed_experts(folders: Any, tmp_path: Path, source: Any) -> None:
+    run = trainer(folders("qwen3_moe"), tmp_path / "run", routing_replay=source, off_policy_metrics=True)
+    run.fit()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert ("moe/replay_differs" in row) == (source != "off")
+        assert row.get("moe/replay_differs", 0.0) < 0.2
+        assert ("routing_recorded" in row) == (source == "auto") and row.get("routing_recorded", 1.0) == 1.0
+        assert row["logprob_drift"] < 1e-3
+        if source == "auto":
+            assert abs(row["off_policy/kl"]) < 1e-5
+    told = {"auto": "the engine's choice of experts (the engine returns them)"}
+    told |= {"old_policy": "the choice before the update (actor.routing_replay=old_policy)"}
+    told |= {"off": "off (actor.routing_replay=off)"}
+    assert run.parts.placement.routing.topic() == {"routing replay": told[source]}
+
+
+class Poisoned(SingleTurnWorkflow):
+    """Returns the zeros of an engine whose kernels pass by the record."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        found = await super().arun_episode(engine, data)
+        return found.update({ROUTED: torch.zeros_like(found[ROUTED])})
+
+
+class Forgetful(SingleTurnWorkflow):
+    """Forgets which experts were chosen."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> TensorDict:
+        return (await super().arun_episode(engine, data)).exclude(ROUTED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Poisoned, r"one expert twice in one layer \(zeros"), (Forgetful, r"trajectories of Forgetful have no routed_exp")],
+)
+def test_a_poisoned_or_forgotten_routing_stops_the_run(
+    folders: Any, tmp_path: Path, kind: Any, message: str
+) -> None:
+    run = trainer(folders("qwen3_moe"), tmp_path / "run", kind)
+    run.start()
+    with pytest.raises(DataError, match=message):
+        run.rollouts.next_batch()
+    run.run.close()
+
+
+def test_only_an_explicit_rollout_is_refused_where_the_engine_cannot(
+    folders: Any, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = dataclasses.replace(BACKEND, capabilities=Capabilities(extras=frozenset({"kept_ids"})))
+    monkeypatch.setitem(registry._backends, ("inference", "silent"), silent)
+    mixture, other = folders("qwen3_moe"), {"rollout": {"executor": "silent"}}
+    with pytest.raises(ConfigError, match=r"routing_replay=rollout: rollout.executor=silent does not return the exp"):
+        trainer(mixture, tmp_path / "a", routing_replay="rollout", **other)
+    found = trainer(mixture, tmp_path / "b", **other).parts.placement.routing
+    assert (found.source, found.extras) == ("off", ()) and "executor=silent does not return" in found.reason
+    with pytest.raises(ConfigError, match=r"routing_replay=old_policy: has no experts"):
+        trainer(models["llama"], tmp_path / "c", routing_replay="old_policy")
+    dense = trainer(models["llama"], tmp_path / "d").parts.placement.routing
+    assert dense.source == "off" and dense.topic() == {}

@@ -67,8 +67,10 @@ class Replay:
         """choices to replay, [t, layers, K]; -1 is none, and the model chooses itself; None replays nothing"""
         self._is_counting = False
         self._has_replayed = False
-        self._differing: list[Tensor] = []
-        """choices of this rank's model that differ from the replayed ones, and all that were replayed, by call"""
+        self._seen: list[Tensor] = []
+        """of each layer: its choices that differ from the replayed ones, and all that were replayed"""
+        self._counts: list[Tensor] = []
+        """the same for the passes that count"""
         for layer, (name, experts) in enumerate(experts_of(model).items()):
             block = block_of(model, name)
             block.forward = partial(self._forward, layer, block.forward)
@@ -97,7 +99,7 @@ class Replay:
         is_given = (given >= 0).all(-1, keepdim=True)
         if self._is_counting and torch.is_grad_enabled():
             differs = (given.sort(-1).values != own.sort(-1).values).any(-1, keepdim=True) & is_given
-            self._differing.append(torch.stack([differs.sum(), is_given.sum()]))
+            self._seen.append(torch.stack([differs.sum(), is_given.sum()]))
         return torch.where(is_given, given, own)
 
     def _see(self, name: str, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -174,12 +176,21 @@ class Replay:
             own = torch.cat(parts)[:num_own]
         return self.shape.encode(share.gather_results(own))
 
+    def add(self, is_counted: bool) -> None:
+        """Count the choices of the last forward pass.
+
+        Args:
+            is_counted: False for a microbatch that has only padding rows.
+        """
+        self._counts += self._seen if is_counted else [torch.zeros_like(each) for each in self._seen]
+        self._seen = []
+
     def take_counts(self) -> Tensor | None:
         """Return the number of choices that differed from the replayed ones, and of all, since the last call.
 
         Passes without gradients do not count. A choice is that of one layer for one token.
         """
-        counts, self._differing = self._differing, []
+        counts, self._counts = self._counts, []
         return torch.stack(counts).sum(0).double() if counts else None
 
 

@@ -228,6 +228,8 @@ class Routing:
         Raises:
             ConfigError: the module has a compute_logits of its own that does not call `tokens`.
         """
+        if self.replay is not None:
+            self.replay.add(is_counted)
         if self._counted is None:  # a compute_logits of the user's own
             if self.aux_loss_coef:
                 problem = "compute_logits of the module does not say which tokens count"
