@@ -192,8 +192,9 @@ class PartsMaker:
         """
         options, rollout = self.options, self.options.rollout
         sizes = options.train_data.prompts_per_rollout, options.responses_per_prompt
+        recorded = routing if routing.source == "rollout" else None
         kind = RolloutsAhead if rollout.max_head_offpolicyness else Rollouts
-        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering, routing)
+        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering, recorded)
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:

@@ -77,7 +77,8 @@ class TokenHistory:
         """
         start = len(self.tokens)
         self._append(tokens, True, logprobs, versions, [()] * len(tokens) if kept_ids is None else kept_ids)
-        note_rows(self.routed_experts, start, routed_experts)
+        if routed_experts:
+            note_rows(self.routed_experts, start, routed_experts)
         self.has_kept_ids |= kept_ids is not None
         self.is_truncated |= stop_reason == "length"
 

@@ -120,7 +120,9 @@ def entries_of_table(
         raise DataError(f"the engine returned {ROUTED} of shape {list(table.shape)}; expected {expected}")
     chosen = torch.from_numpy(table[:, sizes[table.shape[1]]].astype(np.int64))
     if int(chosen.min()) < 0 or int(chosen.max()) >= shape.num_experts:
-        raise DataError(f"the engine returned {ROUTED} up to {int(chosen.max())}; expected 0 to {shape.num_experts - 1}")
+        raise DataError(
+            f"the engine returned {ROUTED} up to {int(chosen.max())}; expected 0 to {shape.num_experts - 1}"
+        )
     rows = [row.tobytes() for row in shape.encode(chosen).numpy()]
     return [rows[:num_prompt], *([row] for row in rows[num_prompt:])]
 

@@ -15,7 +15,7 @@ from rlite import RliteTrainEngine, gathered
 from rlite.data.routing import ROUTED
 from rlite.nn.pretrained import causal_lm_class
 from rlite.runtime.parallel.fsdp import full_tensor
-from rlite.trainer.rl.objective import RecordedLogprobs
+from rlite.trainer.rl.routing import RecordedLogprobs
 from tests.integration.modules import Policy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.mixtures import build_mixture_dir

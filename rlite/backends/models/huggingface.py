@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar

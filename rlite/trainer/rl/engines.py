@@ -13,7 +13,8 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weights import SyncReport
 from rlite.observability import stats_tracker
 from rlite.runtime.replicas.engine import Engine
-from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs, RecordedLogprobs
+from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs
+from rlite.trainer.rl.routing import RecordedLogprobs
 from rlite.trainer.rl.statistics import report_off_policy
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -19,7 +19,6 @@ from rlite.algorithms import LossInputs, Mean, OnLogprobs, PerToken, TokenLogpro
 from rlite.algorithms.advantages.base import ActionTokens
 from rlite.algorithms.reduce import Configured
 from rlite.data.packs import check_one_per_row, first_rows, last_rows, trajectory_index, with_keys
-from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError
 from rlite.observability import stats_tracker
 from rlite.trainer.model.options import check_kl_loss
@@ -322,25 +321,3 @@ class BothLogprobs(OwnLogprobs):
         """
         both = torch.stack([tokens.logprobs, tokens.full_logprobs], dim=-1)
         return algorithms.previous_token(both, data["cu_seqlens"])
-
-
-class RecordedLogprobs(BothLogprobs):
-    """A post_hook for `forward` that returns two log-probabilities of each token, and the experts of each layer."""
-
-    records_routing: ClassVar[bool] = True
-
-    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
-        """Return the bytes [T, 8 + B] of two float32 log-probabilities and of `routed_experts`; see `BothLogprobs`.
-
-        Args:
-            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
-        """
-        both = super().__call__(tokens, data).float().contiguous().view(torch.uint8)
-        return torch.cat([both, data[ROUTED]], dim=-1)
-
-    @staticmethod
-    def parts(found: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two log-probabilities [N, L, 2], and `routed_experts` [N, L, B], of the results of all packs."""
-        both, routed = found[..., :8].contiguous(), found[..., 8:].contiguous()
-        return both.view(torch.float32), routed

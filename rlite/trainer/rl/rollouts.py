@@ -24,7 +24,7 @@ from rlite.rollout.collector.saved import plain
 from rlite.trainer.rl.filtering import num_uniform, replace_uniform_groups
 from rlite.trainer.rl.options import RolloutOptions
 from rlite.trainer.rl.placement import check_kept, truncation
-from rlite.trainer.rl.routing import NO_REPLAY, RoutingReplay
+from rlite.trainer.rl.routing import RoutingReplay
 
 SAID_ONCE = {"scores": "score", "num_turns": "turns", "num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
 """keys of a whole trajectory that workflows may write, each with the metric that its mean is"""
@@ -117,7 +117,7 @@ class Rollouts:
         num_prompts: int,
         group_size: int,
         is_filtering: bool,
-        routing: RoutingReplay = NO_REPLAY,
+        routing: RoutingReplay | None = None,
     ) -> None:
         self._options, self._engine, self._workflow, self._prompts = options, engine, workflow, prompts
         self._num_prompts, self._group_size, self._is_filtering = num_prompts, group_size, is_filtering
@@ -163,7 +163,8 @@ class Rollouts:
         check_one_per_row(batch, "rewards")
         if self._is_truncating:
             check_kept(batch, self._options, self._workflow)
-        stats_tracker.scalar(**self._routing.check(batch, self._workflow))
+        if self._routing is not None:
+            stats_tracker.scalar(routing_recorded=self._routing.check(batch, self._workflow))
 
     def state_dict(self) -> dict[str, Any]:
         """Return prompts that are left by an earlier run whose rollouts ran ahead, or by a batch that met a bad one."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
+from rlite.algorithms import TokenLogprobs
 from rlite.data.routing import ROUTED, RoutingShape, check_routing
 from rlite.errors import ConfigError, DataError
 from rlite.nn.base import BaseTrainModule
 from rlite.rollout import RolloutWorkflow
+from rlite.trainer.rl.objective import BothLogprobs
 from rlite.types import RoutingSource
 
 OPTION = "actor.routing_replay"
@@ -58,7 +63,7 @@ class RoutingReplay:
         """Columns that training requests ask the engine for."""
         return (ROUTED,) if self.source == "rollout" else ()
 
-    def check(self, batch: TensorDict, workflow: RolloutWorkflow) -> dict[str, float]:
+    def check(self, batch: TensorDict, workflow: RolloutWorkflow) -> float:
         """Check the experts that the engine has recorded for a batch of rollouts.
 
         Args:
@@ -66,19 +71,18 @@ class RoutingReplay:
             workflow: made it.
 
         Returns:
-            The metric `routing_recorded`, the share of tokens whose experts were recorded; {} if none are replayed.
+            The share of tokens whose experts were recorded.
 
         Raises:
             DataError: there are none, or they cannot be true.
         """
-        if self.source != "rollout" or self.shape is None:
-            return {}
+        assert self.shape is not None
         if ROUTED not in batch:
             raise DataError(
                 f"{OPTION}=rollout: the trajectories of {type(workflow).__name__} have no {ROUTED}. Build them with "
                 "trajectory(response) or TokenHistory.add(response), which keep the engine's, or use old_policy or off"
             )
-        return {"routing_recorded": check_routing(batch, self.shape)}
+        return check_routing(batch, self.shape)
 
     def topic(self) -> dict[str, str]:
         """Return what is replayed and why, as a topic of the plan; {} for a model without experts."""
@@ -86,4 +90,23 @@ class RoutingReplay:
         return {"routing replay": f"{texts.get(self.source, 'off')} ({self.reason})"} if self.reason else {}
 
 
-NO_REPLAY = RoutingReplay()
+class RecordedLogprobs(BothLogprobs):
+    """A post_hook for `forward` that returns two log-probabilities of each token, and the experts of each layer."""
+
+    records_routing: ClassVar[bool] = True
+
+    def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
+        """Return the bytes [T, 8 + B] of two float32 log-probabilities and of `routed_experts`; see `BothLogprobs`.
+
+        Args:
+            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
+            data: the pack's keys.
+        """
+        both = super().__call__(tokens, data).float().contiguous().view(torch.uint8)
+        return torch.cat([both, data[ROUTED]], dim=-1)
+
+    @staticmethod
+    def parts(found: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two log-probabilities [N, L, 2], and `routed_experts` [N, L, B], of the results of all packs."""
+        both, routed = found[..., :8].contiguous(), found[..., 8:].contiguous()
+        return both.view(torch.float32), routed

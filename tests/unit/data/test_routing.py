@@ -48,7 +48,8 @@ def test_choices_travel_as_bytes_with_a_sign_for_none(num_experts: int, top_k: i
     chosen[0, 0, 0] = num_experts - 1
     chosen[::5] = -1
     column = shape.encode(chosen)
-    assert column.dtype == torch.uint8 and column.shape == (20, shape.num_bytes)
+    assert column.dtype == torch.uint8
+    assert column.shape == (20, shape.num_bytes)
     assert shape.num_bytes == 3 * top_k * (1 if num_experts < 256 + (top_k > 1) else 2)
     assert torch.equal(shape.decode(column), chosen)
 
@@ -78,7 +79,8 @@ def test_batches_and_packs_keep_the_rows_of_their_tokens_and_rows_without_choice
     assert batch[ROUTED].shape == (2, 4, SHAPE.num_bytes)
     pack = lazy_pack(batch, [1, 0], torch.device("cpu"))
     found = SHAPE.decode(pack[ROUTED])
-    assert torch.equal(found[:3], choices(3)) and (found[3:] == -1).all()
+    assert torch.equal(found[:3], choices(3))
+    assert (found[3:] == -1).all()
 
 
 def batch_with(chosen: Tensor) -> TensorDict:
