@@ -242,7 +242,11 @@ class EmbeddedWorker:
         self._scheduler.forget_cache()
 
     def _routing_objection(self, request: SequenceRequest, cache: SlotCache) -> str | None:
-        """Record chosen experts from now on if a request asks for them; return why that is impossible."""
+        """Record chosen experts from now on if a request asks for them.
+
+        Returns:
+            Why that is impossible.
+        """
         if ROUTED in request.extras:
             if self._weights.routing is None:
                 return f"the model has no experts whose choice could be recorded ({ROUTED})"
