@@ -64,7 +64,7 @@ class RoutedPolicy(Policy):
                 own += scale * torch.randn(own.shape, generator=generator).to(own)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def session() -> Iterator[None]:
     rlite.init(num_devices=1, num_threads=1)
     yield
