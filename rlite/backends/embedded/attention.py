@@ -37,6 +37,8 @@ class AttentionPlan(ABC):
     cache: SlotCache
     targets: Targets
     """rows of the cache for the keys and values of this pass"""
+    places: tuple[Tensor, Tensor] | None = None
+    """slots and positions of the tokens; None beside the cache"""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values to the cache, for later tokens to read.
@@ -47,11 +49,6 @@ class AttentionPlan(ABC):
             value: `[tokens, kv_heads, head_dim]`.
         """
         self.cache.write(layer, self.targets, key, value)
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor] | None:
-        """Slots and positions of the tokens; None beside the cache."""
-        return None
 
     @abstractmethod
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -121,7 +118,7 @@ class PrefillPlan(AttentionPlan):
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
         slots = torch.from_numpy(np.repeat([c.slot for c in chunks], lengths)).to(device)
-        self._places = slots, places
+        self.places = slots, places
         self.targets = cache.targets(slots, places)
         if is_flash:
             sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
@@ -132,11 +129,6 @@ class PrefillPlan(AttentionPlan):
             if any(c.start for c in chunks):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Slots and positions of the tokens."""
-        return self._places
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Compute the attention of the chunks to their slots.
@@ -242,17 +234,13 @@ class NativeDecodePlan(AttentionPlan):
     """
 
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
-        self.cache, self._positions, self._step = cache, positions, 0
+        self.cache, self._positions = cache, positions
+        self._slots = torch.arange(positions.shape[1], device=positions.device)
+        self.go_to(0)
 
     def go_to(self, step: int) -> None:
         """Advance to this step."""
-        self._step = step
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Slots and positions of the tokens."""
-        positions = self._positions[self._step]
-        return torch.arange(len(positions), device=positions.device), positions
+        self._step, self.places = step, (self._slots, self._positions[step])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Compute the attention of the rows to their slots, by one call.
@@ -329,14 +317,10 @@ class DecodePlan(AttentionPlan):
         bias[self._rows, :, :, self._positions[step]] = 0
         self._biases = {None: bias}
 
-    @property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Slots and positions of the tokens."""
-        return self._rows + self._first_slot, self._positions[self._step]
-
     def _look_up(self, step: int) -> None:
         self._step, first = step, self._first_slot
-        self.targets = self.cache.targets(self._rows + first, self._positions[step])
+        self.places = self._rows + first, self._positions[step]
+        self.targets = self.cache.targets(*self.places)
         if self.cache.is_blocked:
             # held here besides: the cache may forget them
             index = self.cache.gather_index

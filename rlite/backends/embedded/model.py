@@ -10,7 +10,6 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -305,8 +304,9 @@ class ShardedModel:
         return self._run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
 
     def _run(self, model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
-        with nullcontext() if self.routing is None else self.routing.during(plan):
-            return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+        if self.routing is not None:
+            self.routing.begin(plan)
+        return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -28,22 +26,10 @@ class RoutingRecorder:
         for layer, experts in enumerate(experts_of(model).values()):
             experts.register_forward_pre_hook(partial(self._see, layer))
 
-    @contextmanager
-    def during(self, plan: AttentionPlan) -> Iterator[None]:
-        """Record the forward pass inside of the block.
-
-        Args:
-            plan: the attention of the forward pass.
-
-        Yields:
-            None.
-        """
+    def begin(self, plan: AttentionPlan) -> None:
+        """Record the next forward pass, whose attention this is."""
         self._places = plan.places
         self._table = None if self._places is None else plan.cache.routing
-        try:
-            yield
-        finally:
-            self._table = None
 
     def _see(self, layer: int, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._table is not None:
