@@ -102,14 +102,18 @@ class BaseTrainModule(nn.Module):
         raise ConfigError(f"{type(self).__name__} has no parallelize(mesh): define it, or build with tp_size=1")
 
     def check_experts(self, options: Any, device_type: str) -> None:
-        """Raise ConfigError if the options of experts do not fit the module.
-
-        Called before any process starts.
+        """Check that the options of experts fit the module. Called before any process starts.
 
         Args:
             options: the executor's options.
             device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: they do not fit. The default implementation has no experts.
         """
+        if options.ep_size > 1 or options.router_aux_loss_coef or options.router_bias_update_rate:
+            problem = f"{type(self).__name__} has no prepare_experts(mesh, options)"
+            raise ConfigError(f"ep_size and options of routers: {problem}; define it, or leave them out")
 
     def prepare_experts(self, mesh: TrainMesh, options: Any) -> list[nn.Module]:
         """Divide the experts of the module, still on meta, over the ranks of a mesh, and observe their routers.

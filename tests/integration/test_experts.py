@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlite import RliteTrainEngine, gathered
+from rlite import RliteInferenceEngine, RliteTrainEngine, gathered
 from rlite.data.routing import ROUTED
+from rlite.nn import LoraOptions
 from rlite.nn.pretrained import causal_lm_class
 from rlite.runtime.parallel.fsdp import full_tensor
+from rlite.trainer.model.modules import policy_module
+from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.rl.routing import RecordedLogprobs
 from tests.integration.modules import Policy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
@@ -25,19 +29,24 @@ LENGTHS = [9, 4, 13, 1, 7, 6, 5]
 EXACT = {"param_dtype": "float64", "max_grad_norm": 0.05}
 LAYOUTS = [
     {"size": 2, "ep_size": 2},
+    {"size": 2, "tp_size": 2},
+    {"size": 4, "tp_size": 2, "ep_size": 4},
+    {"size": 4, "sp_size": 2, "ep_size": 2},
+    {"size": 2, "copies": 2, "tp_size": 2, "ep_size": 2},
+]
+MORE_LAYOUTS = [
     {"size": 4, "ep_size": 2},
     {"size": 4, "ep_size": 4},
-    {"size": 2, "tp_size": 2},
     {"size": 2, "tp_size": 2, "ep_size": 2},
     {"size": 2, "sp_size": 2, "ep_size": 2},
     {"size": 4, "tp_size": 2},
     {"size": 4, "tp_size": 2, "ep_size": 2},
-    {"size": 4, "tp_size": 2, "ep_size": 4},
     {"size": 4, "sp_size": 2, "ep_size": 4},
     {"size": 4, "tp_size": 2, "sp_size": 2, "ep_size": 2},
+    {"size": 4, "tp_size": 2, "sp_size": 2, "ep_size": 4},
     {"size": 2, "copies": 2, "ep_size": 2},
     {"size": 2, "copies": 2, "tp_size": 2},
-    {"size": 2, "copies": 2, "tp_size": 2, "ep_size": 2},
+    {"size": 2, "copies": 2, "sp_size": 2, "ep_size": 2},
 ]
 
 
@@ -107,13 +116,14 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], what: An
         torch.testing.assert_close(tensor, expected[name], atol=atol, rtol=0, msg=f"{what} {name}")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe"])
-def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Build, kind: str) -> None:
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen2_moe", marks=pytest.mark.nightly)])
+def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Build, kind: str, layouts: Any) -> None:
     balanced = {**EXACT, "router_aux_loss_coef": 0.1}
     alone = build(kind, **balanced)
     expected, expected_stats = trained(alone)
     alone.release()
-    for layout in LAYOUTS:
+    for layout in layouts:
         engine = build(kind, **layout, **balanced, max_tokens_per_microbatch=14, gradient_checkpointing=True)
         weights, stats = trained(engine)
         assert_close(weights, expected, layout)
@@ -123,7 +133,7 @@ def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Buil
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"])
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("implementation", ["eager", pytest.param("batched_mm", marks=pytest.mark.nightly)])
 def test_experts_on_two_ranks_have_the_gradients_of_whole_experts(build: Build, kind: str, implementation: str) -> None:
     carrier = Padded if kind == "gpt_oss" else MixturePolicy
     found = []
@@ -136,6 +146,82 @@ def test_experts_on_two_ranks_have_the_gradients_of_whole_experts(build: Build, 
         engine.release()
     assert any("experts" in name for name in found[0])
     assert_close(found[1], found[0], kind)
+
+
+def adapted(folder: Path, size: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Served weights after two steps of adapters of linear layers and experts."""
+    lora = LoraOptions(rank=2, target_modules=["q_proj"], target_parameters=["gate_up_proj", "experts.down_proj"])
+    optimizer = OptimizerOptions(lr=1e-2, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=5)
+    engine = RliteTrainEngine(policy_module(folder, optimizer, lora))
+    engine.build(tensor_parallel_size=size, data_parallel_size=1, **EXACT, **options)
+    weights, _ = trained(engine)
+    engine.release()
+    return weights
+
+
+def test_adapters_of_experts_are_trained_in_any_layout(folder: Callable[[str], Path]) -> None:
+    path = folder("qwen3_moe")
+    expected = adapted(path)
+    original = load_file(path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.down_proj"
+    assert (expected[name] - original[name]).abs().amax((1, 2)).min() > 0
+    for layout in ({"size": 2, "ep_size": 2}, {"size": 2, "tp_size": 2}, {"size": 4, "tp_size": 2, "ep_size": 4}):
+        assert_close(adapted(path, **layout), expected, layout)
+
+
+def test_state_is_saved_synced_and_resumed_across_layouts(
+    build: Build, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    engine = build("glm4_moe", size=4, tp_size=2, ep_size=4, router_bias_update_rate=0.01)
+    weights, _ = trained(engine)
+    engine.save_state(tmp_path / "state")
+    engine.save(tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name].float(), tensor) for name, tensor in weights.items())
+    answers = []
+    for source in (folder("glm4_moe"), tmp_path / "model"):
+        served = RliteInferenceEngine(source)
+        served.build(data_parallel_size=1, colocate_with=engine, max_model_len=64, max_num_seqs=2)
+        if not answers:
+            engine.p2p_weight_sync(served, verify_checksums=True)
+        answers.append(served.generate([[1, 2, 3]], {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}))
+        served.release()
+    assert answers[0][0].outputs[0].token_ids == answers[1][0].outputs[0].token_ids
+    following = engine.train_batch(make_batch(LENGTHS, 2), token_loss, num_counted)
+    engine.release()
+    resumed = build("glm4_moe", size=2, ep_size=2, router_bias_update_rate=0.01)
+    resumed.load_state(tmp_path / "state")
+    assert_close(resumed.state_dict(), weights, "resumed", atol=0)
+    stats = resumed.train_batch(make_batch(LENGTHS, 2), token_loss, num_counted)
+    for key in ("loss", "grad_norm", "moe/load_max"):
+        assert stats[key] == pytest.approx(following[key], rel=1e-4)
+
+
+def test_each_rank_holds_its_share_of_the_experts(build: Build) -> None:
+    alone = build("mixtral")
+    whole = alone.memory_bytes()[0]["weights"]
+    alone.release()
+    for layout in ({"size": 4, "ep_size": 4}, {"size": 4, "tp_size": 2, "ep_size": 2}):
+        engine = build("mixtral", **layout)
+        trained(engine)
+        for held in engine.memory_bytes():
+            assert held["weights"] <= 0.35 * whole
+            assert held["optimizer"] <= 2.1 * held["weights"]
+        engine.release()
+
+
+def test_muon_updates_divided_experts(build: Build, folder: Callable[[str], Path]) -> None:
+    optimizer = OptimizerOptions(
+        name="muon", lr=1e-2, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=5
+    )
+    found = []
+    for ep_size in (1, 2):
+        engine = RliteTrainEngine(policy_module(folder("qwen3_moe"), optimizer))
+        engine.build(tensor_parallel_size=2, data_parallel_size=1, ep_size=ep_size, param_dtype="float64")
+        found.append(trained(engine)[0])
+        engine.release()
+    assert_close(found[1], found[0], "muon", atol=1e-3)
 
 
 def test_replayed_choices_give_the_gradients_of_one_device_in_any_product(build: Build) -> None:

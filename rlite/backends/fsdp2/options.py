@@ -57,7 +57,8 @@ class Fsdp2Options(Options):
     """recompute activations in the backward pass"""
     deterministic: bool = False
     """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2,
-    Qwen3 and Qwen3-MoE in float32 on CPU. They equal those that executor "torch" serves with deterministic=true. Slower"""
+    Qwen3 and Qwen3-MoE in float32 on CPU. They equal those that executor "torch" serves with deterministic=true.
+    Slower"""
     use_liger_kernel: bool = False
     """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
     offload_optimizer: bool = False

@@ -506,7 +506,7 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
         source = str(module.materialization_source())
         if Path(source).expanduser().is_dir():  # workers download a name of the hub
             check_module_fits(module, CheckpointReader(local_checkpoint(source)), source)
-    module.check_experts(options, current_session().device)
+    module.check_experts(options, "cuda" if has_gpus() else "cpu")
     if options.tp_size > 1:
         module.check_parallel(options.tp_size)
     if options.deterministic:

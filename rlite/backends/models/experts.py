@@ -125,7 +125,7 @@ def other_form(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str | None:
 
     hooks = [module.register_forward_pre_hook(partial(look, name)) for name, module in found.items()]
     try:
-        model(**inputs, use_cache=False)
+        model.base_model(**inputs, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
@@ -165,6 +165,12 @@ def use_implementation(model: PreTrainedModel, name: str) -> None:
 
 def check_implementation(model: PreTrainedModel, name: str, device_type: str, dtype: torch.dtype) -> None:
     """Check that the model's experts can compute with the implementation of the option `experts_implementation`.
+
+    Args:
+        model: the model.
+        name: "auto" or an implementation.
+        device_type: device that computes.
+        dtype: dtype that it computes in.
 
     Raises:
         ConfigError: the model has no experts, or its class has code of its own for them.
@@ -272,7 +278,13 @@ def wraps_parameter(module: nn.Module) -> bool:
 
 
 def adapter_of(model: nn.Module, name: str, parameter: str) -> Any:
-    """Return PEFT's wrapper around a parameter of the experts called `name` without adapters; None if it has none."""
+    """Return PEFT's wrapper around a parameter of experts; None if it has no adapter.
+
+    Args:
+        model: the model.
+        name: name of the experts without adapters.
+        parameter: name of the parameter in its module.
+    """
     wrapper: Any = model.get_submodule(name)
     while wraps_parameter(wrapper) and wrapper.parameter_name != parameter:
         wrapper = wrapper.base_layer

@@ -237,7 +237,15 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             self.replay.tensor_group = mesh.get_group()
 
     def check_experts(self, options: Any, device_type: str) -> None:
-        """Raise ConfigError if the options of experts do not fit the model; see `rlite.backends.models.experts`."""
+        """Check the options of experts; see `rlite.backends.models.experts`.
+
+        Args:
+            options: the executor's options.
+            device_type: type of the devices of the workers.
+
+        Raises:
+            ConfigError: they do not fit the model.
+        """
         model: Any = self
         dtype = getattr(torch, options.compute_dtype or ("bfloat16" if device_type == "cuda" else options.param_dtype))
         experts.check_implementation(model, options.experts_implementation, device_type, dtype)

@@ -279,9 +279,14 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 @torch.no_grad()
 def merge_experts(stack: Tensor, adapter: Any, scale: float) -> Tensor:
-    """Return experts' matrices [E, rows, columns] with PEFT's adapter added, with the dtype and sharding of `stack`.
+    """Return experts' matrices with an adapter added, with the dtype and sharding of `stack`.
 
     A collective if the tensors are DTensors.
+
+    Args:
+        stack: [E, rows, columns].
+        adapter: PEFT's wrapper.
+        scale: factor of the product.
     """
     down, up = (full_tensor(part["default"].weight) for part in (adapter.lora_A, adapter.lora_B))
     box, local = local_shard(stack).box, local_tensor(stack)

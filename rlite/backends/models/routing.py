@@ -40,7 +40,7 @@ MAX_LISTED = 128
 NONFINITE = "moe/nonfinite_tokens"
 """metric of the tokens whose scores are not finite"""
 KINDS = ("softmax", "sigmoid", "given")
-"""how the scores that a router returns become probabilities"""
+"""ways in which the scores that a router returns become probabilities"""
 
 
 class _Layer:
@@ -52,7 +52,7 @@ class _Layer:
         self.scores: Tensor | None = None
         """scores of the forward pass that runs, [t, E]"""
         self.kind: str | None = None
-        """how scores become probabilities; known from the first forward pass on"""
+        """one of KINDS; known from the first forward pass on"""
 
     def see_scores(self, router: nn.Module, args: Any, output: Any) -> None:
         """Keep a router's scores until its experts are called.
@@ -145,7 +145,7 @@ class Routing:
             self._layers.append(layer)
         self._is_watching = self._is_recording = False
         self._counted: Tensor | None = None
-        """which of this rank's tokens count, [t]; None outside of `watching`"""
+        """mask of this rank's tokens that count, [t]; None outside of `watching`"""
         self._seen: dict[str, _Seen] = {}
         """sums of the last forward pass, by layer"""
         self._total: Tensor | None = None
@@ -351,7 +351,7 @@ class Routing:
 
 
 class NoRouting:
-    """What `Routing` is for a model without experts: nothing to see."""
+    """Null object in place of `Routing`, for a model without experts."""
 
     aux_loss_coef = 0.0
 
@@ -360,7 +360,13 @@ class NoRouting:
         return nullcontext()
 
     def with_auxiliary(self, loss: Tensor, factor: float, is_counted: bool) -> Tensor:
-        """Return the loss itself."""
+        """Return the loss itself.
+
+        Args:
+            loss: the loss of a microbatch.
+            factor: ignored.
+            is_counted: ignored.
+        """
         return loss
 
     def add(self, is_counted: bool) -> None:
@@ -386,6 +392,11 @@ def _shares(counts: Tensor) -> Tensor:
 
 def check_balance(model: PreTrainedModel, aux_loss_coef: float, bias_update_rate: float) -> None:
     """Check that a model has what the options of balance change.
+
+    Args:
+        model: the model.
+        aux_loss_coef: option `router_aux_loss_coef`.
+        bias_update_rate: option `router_bias_update_rate`.
 
     Raises:
         ConfigError: it has no experts, or its routers have no correction bias.

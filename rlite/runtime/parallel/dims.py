@@ -85,7 +85,7 @@ class ParallelDims:
 
     @property
     def has_expert_mesh(self) -> bool:
-        """Whether experts are divided otherwise than the other parameters."""
+        """True if experts are divided otherwise than the other parameters."""
         return self.tensor > 1 or self.expert > 1
 
     @property

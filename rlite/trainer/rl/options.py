@@ -153,6 +153,8 @@ class ReferenceOptions(FrozenModelOptions):
     """devices that share each matrix (tensor parallel)"""
     sp_size: Count | None = None
     """devices that share the tokens of a sequence (context parallel)"""
+    ep_size: Count | None = None
+    """devices that share the experts of each layer (expert parallel); 1 for a dense model beside a mixture"""
     max_length_per_device: Count | None = None
     """tokens of one microbatch on a device"""
     max_inference_length_per_device: Count | None = None
@@ -175,6 +177,10 @@ class CriticOptions(ReferenceOptions):
     """keep the optimizer's state in host memory between optimizer steps"""
     avg_level: Aggregation | None = None
     """mean of the value loss, one of the choices of actor.avg_level"""
+    router_aux_loss_coef: Rate | None = None
+    """factor of the auxiliary loss of a mixture of experts; 0 for a dense model beside a mixture"""
+    router_bias_update_rate: Rate | None = None
+    """change of the routers' correction biases in each step; 0 for a dense model beside a mixture"""
     optimizer: OptimizerName | None = None
     """one of the choices of actor.optimizer"""
     lr: Rate = 5e-6

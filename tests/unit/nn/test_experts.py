@@ -11,20 +11,21 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, gathered
+from rlite.backends.models.architecture import refusal
 from rlite.backends.models.experts import check_expert_parallel, corrects
 from rlite.backends.models.lora import merge_adapter
 from rlite.backends.models.routing import DROPPED_STEPS
-from rlite.errors import ConfigError
+from rlite.errors import CheckpointError, ConfigError
 from rlite.nn import LoraOptions
-from rlite.nn.pretrained import causal_lm_class, load_model
+from rlite.nn.pretrained import causal_lm_class, load_model, quiet_transformers
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
-from tests.mixtures import build_mixture_dir, random_model
+from tests.mixtures import KINDS, build_mixture_dir, config_of, random_model
 from tests.tiny import build_model_dir
 
 LENGTHS = [9, 4, 13, 1, 7, 6, 5]
@@ -244,3 +245,17 @@ def test_expert_parallelism_needs_a_plan_and_a_size_that_divides(path: Path) -> 
     module.config.base_model_ep_plan = {}
     with pytest.raises(ConfigError, match="no plan of transformers names it"):
         check_expert_parallel(module, 2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpt_oss"])
+def test_packs_of_a_mixture_are_computed_as_by_transformers_with_gradients(kind: str) -> None:
+    config = config_of(kind)
+    assert refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
+
+
+def test_a_checkpoint_with_other_names_is_refused_with_a_name(tmp_path: Path) -> None:
+    with quiet_transformers():
+        random_model("qwen3_moe").save_pretrained(tmp_path)
+    engine = RliteTrainEngine(policy_module(tmp_path))
+    with pytest.raises(CheckpointError, match=r"experts\.0\.\w+_proj"):
+        engine.build(tensor_parallel_size=1, data_parallel_size=1)
