@@ -40,6 +40,7 @@ _TABLE = (
     Key("versions", "[N, L]", "int64", "workflow", "collector", "Policy version of the token; -1 on the prompt.", -1),
     Key("kept_counts", "[N, L]", "int32", "workflow", "heads", "Number of the token's `kept_ids`; 0 is all ids."),
     Key("kept_ids", "[N, M]", "int32", "workflow", "heads", "Ids among which tokens were sampled.", -1, "kept_counts"),
+    Key("routed_experts", "[N, L, B]", "uint8", "workflow, trainer", "actor", "Experts that layers chose.", 255),
     Key("truncated", "[N]", "bool", "workflow", "metrics", "Whether a length limit ended the row."),
     Key("rewards", "[N] or [N, L]", "float32", "workflow", "advantages, metrics", "Reward of the row's trajectory."),
     Key("token_rewards", "[N, L]", "float32", "workflow", "advantages", "Rewards of turns, in place of `rewards`."),

@@ -58,6 +58,8 @@ PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
 """ways to fill microbatches, see `rlite.runtime.parallel.microbatch_plan.plan_microbatches`"""
 ExpertsImplementation = Literal["auto", "eager", "grouped_mm", "batched_mm"]
 """ways to compute the experts of a mixture"""
+RoutingSource = Literal["auto", "off", "old_policy", "rollout"]
+"""passes whose chosen experts the trainer of a mixture replays"""
 MAX_KEPT_IDS = 512
 """most token ids from which a request that asks for `kept_ids` samples, if it truncates"""
 MAX_TOP_LOGPROBS = 20
@@ -77,7 +79,8 @@ class LLMRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
     """names of further columns that the response shall have, of those that the executor offers. `kept_ids`: for each
-    token the ids among which top-p and top-k let it be drawn, at most `MAX_KEPT_IDS`; [] if nothing was removed"""
+    token the ids among which top-p and top-k let it be drawn, at most `MAX_KEPT_IDS`; [] if nothing was removed.
+    `routed_experts`: the experts that a mixture of experts has chosen, see `rlite.data.routing`"""
 
     def __post_init__(self) -> None:
         if type(self.input_ids) is not list or set(map(type, self.input_ids)) != {int}:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -73,6 +73,8 @@ class OnLogprobs(ABC):
 
     temperature: float = 1.0
     """divisor of the logits"""
+    records_routing: ClassVar[bool] = False
+    """true to get `routed_experts` of the forward pass among the pack's keys"""
 
     @abstractmethod
     def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:

@@ -40,6 +40,7 @@ from rlite.trainer.rl.options import PpoConfig, PromptOptions
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
+from rlite.trainer.rl.routing import RoutingReplay
 from rlite.trainer.rl.token_advantages import outcome_estimator
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer
@@ -96,8 +97,8 @@ class Parts:
         self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
         self.device_plan = DevicePlan(options, self.context.length)
         self.engines = engines = self.device_plan.engines
-        self.rollouts = maker.rollouts(engines, workflow, self.prompts)
-        self.logprobs = maker.logprobs(engines)
+        self.rollouts = maker.rollouts(engines, workflow, self.prompts, self.device_plan.routing)
+        self.logprobs = maker.logprobs(engines, self.device_plan.routing)
         self.critic = maker.critic(engines)
         self.estimator = outcome_estimator(options.adv)
         """estimator of outcomes; None for gae and the whitened estimators"""
@@ -148,7 +149,7 @@ class PartsMaker:
             returns_tokens=options.trainer.record != "none",
         )
 
-    def logprobs(self, engines: Engines) -> LogprobPasses:
+    def logprobs(self, engines: Engines, routing: RoutingReplay) -> LogprobPasses:
         """Return the forward passes beside the update."""
         options, actor = self.options, self.options.actor
         return LogprobPasses(
@@ -159,6 +160,7 @@ class PartsMaker:
             longest=(actor.max_inference_length_per_device, options.ref_actor.inference_length(actor)),
             reports_off_policy=actor.off_policy_metrics,
             tis_coef=actor.tis_coef,
+            records_routing=routing.source == "old_policy",
         )
 
     def critic(self, engines: Engines) -> Critic | None:
@@ -168,18 +170,22 @@ class PartsMaker:
         options, length = self.options, self.options.rollout.train_sampling_params.max_new_tokens
         return Critic(engines, engines.critic, options.critic, options.actor, length)
 
-    def rollouts(self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream) -> Rollouts:
+    def rollouts(
+        self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream, routing: RoutingReplay
+    ) -> Rollouts:
         """Return the source of batches: they are generated in turns with training, or ahead of it.
 
         Args:
             engines: their rollout engine generates.
             workflow: runs the episodes.
             prompts: yields the items.
+            routing: the experts that training replays.
         """
         options, rollout = self.options, self.options.rollout
         sizes = options.train_data.prompts_per_rollout, options.responses_per_prompt
+        recorded = routing if routing.source == "rollout" else None
         kind = RolloutsAhead if rollout.max_head_offpolicyness else Rollouts
-        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering)
+        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering, recorded)
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
@@ -201,7 +207,8 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
     """Return how a step's work is divided, as text by topic."""
-    return BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets).topics()
+    plan = BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets)
+    return plan.topics() | parts.device_plan.routing.topic()
 
 
 def read_prompts(

@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PACK_LAYOUT, PER_TOKEN, RAGGED
 from rlite.data.kept_ids import check_kept_ids, is_ragged_value
+from rlite.data.routing import ROUTED, note_rows, rows_tensor
 from rlite.errors import ConfigError, DataError
 from rlite.runtime.parallel.microbatch_plan import plan_microbatches
 from rlite.types import LLMResponse, PackingMethod, StopReason
@@ -43,13 +44,16 @@ class TokenHistory:
     versions: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     kept_ids: list[Sequence[int]] = field(default_factory=list)
+    routed_experts: list[bytes] = field(default_factory=list)
+    """the experts that were chosen where the token was read, see `rlite.data.routing`; b"" if none are known"""
     is_truncated: bool = False
     has_kept_ids: bool = False
     """some turn came with kept ids"""
 
     def read(self, tokens: Sequence[int]) -> None:
         """Append tokens of a prompt, an environment or a tool."""
-        self._append(tokens, False, [0.0] * len(tokens), [-1] * len(tokens), [()] * len(tokens))
+        count = len(tokens)
+        self._append(tokens, False, [0.0] * count, [-1] * count, [()] * count)
 
     def write(
         self,
@@ -58,6 +62,7 @@ class TokenHistory:
         versions: Sequence[int],
         stop_reason: StopReason,
         kept_ids: Sequence[Sequence[int]] | None = None,
+        routed_experts: Sequence[Sequence[bytes]] = (),
     ) -> None:
         """Append one turn of the model.
 
@@ -68,15 +73,19 @@ class TokenHistory:
             stop_reason: "length" marks the sequence as truncated.
             kept_ids: the ids among which each token was sampled, over which its log-probability is; [] is the
                 vocabulary. None: the engine was not asked for them.
+            routed_experts: the engine's column of that name, () if it was not asked for it.
         """
+        start = len(self.tokens)
         self._append(tokens, True, logprobs, versions, [()] * len(tokens) if kept_ids is None else kept_ids)
+        if routed_experts:
+            note_rows(self.routed_experts, start, routed_experts)
         self.has_kept_ids |= kept_ids is not None
         self.is_truncated |= stop_reason == "length"
 
     def add(self, response: LLMResponse) -> None:
-        """Append one turn of the model, with its kept ids if the request asked for them."""
+        """Append one turn of the model, with the columns that the request asked for."""
         made = response.output_tokens, response.output_logprobs, response.output_versions, response.stop_reason
-        self.write(*made, response.extras.get("kept_ids"))
+        self.write(*made, response.extras.get("kept_ids"), response.extras.get(ROUTED, ()))
 
     def reward(self, reward: float) -> None:
         """Add the reward of the turn that was written last, on its last token."""
@@ -86,7 +95,8 @@ class TokenHistory:
     def drop_unanswered(self) -> None:
         """Remove the tokens after the last turn of the model."""
         while self.loss_mask and not self.loss_mask[-1]:
-            for values in (self.tokens, self.loss_mask, self.logprobs, self.versions, self.rewards, self.kept_ids):
+            columns = (self.loss_mask, self.logprobs, self.versions, self.rewards, self.kept_ids, self.routed_experts)
+            for values in (self.tokens, *columns):
                 values.pop()
 
     def row(self, *, has_rewards: bool = False) -> TensorDict:
@@ -97,7 +107,7 @@ class TokenHistory:
 
         Returns:
             `input_ids`, `attention_mask`, `loss_mask`, `logprobs` and `versions` [1, L], `truncated` [1]; with kept ids
-            `kept_counts` [1, L] and `kept_ids` [1, M].
+            `kept_counts` [1, L] and `kept_ids` [1, M]; with chosen experts `routed_experts` [1, L, B].
         """
         columns = {
             "input_ids": torch.tensor([self.tokens], dtype=torch.int64),
@@ -110,6 +120,8 @@ class TokenHistory:
         if self.has_kept_ids:
             columns["kept_counts"] = torch.tensor([[len(ids) for ids in self.kept_ids]], dtype=torch.int32)
             columns["kept_ids"] = torch.tensor([list(chain.from_iterable(self.kept_ids))], dtype=torch.int32)
+        if any(self.routed_experts):
+            columns[ROUTED] = rows_tensor(self.routed_experts)
         if has_rewards:
             columns["token_rewards"] = torch.tensor([self.rewards], dtype=torch.float32)
         return TensorDict(columns, batch_size=[1])
@@ -121,6 +133,7 @@ class TokenHistory:
             own.extend(values)
         self.loss_mask += [is_action] * len(tokens)
         self.rewards += [0.0] * len(tokens)
+        self.routed_experts += [b""] * len(tokens)
         self.tokens += tokens  # at last: the thread that writes the record counts by them
 
 
@@ -168,6 +181,8 @@ def _faults(trajectory: TensorDict) -> Iterator[str]:
     mask = trajectory["attention_mask"].bool()
     if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
         yield ": attention_mask must be ones and then zeros (right padding), and not all zeros"
+    if ROUTED in trajectory and (trajectory[ROUTED].dtype != torch.uint8 or trajectory[ROUTED].shape[:2] != shape):
+        yield f": {ROUTED} is {_describe(trajectory[ROUTED])}; expected uint8 {[*shape, 'B']}"
     if "loss_mask" in trajectory:
         chosen = trajectory["loss_mask"].bool()
         if (chosen & ~mask).any():
@@ -219,7 +234,9 @@ def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
 
 
 def _with_ragged(trajectories: Sequence[TensorDict]) -> Sequence[TensorDict]:
-    """Return trajectories that have the same ragged keys: without values, if a trajectory had none."""
+    """Return trajectories that have the same ragged and optional keys: without values, if a trajectory had none."""
+    if like := [each[ROUTED] for each in trajectories if ROUTED in each]:
+        trajectories = [each if ROUTED in each else _without_choices(each, like[0]) for each in trajectories]
     for key, counts in RAGGED.items():
         if like := [each for each in trajectories if key in each]:
             trajectories = [
@@ -234,9 +251,14 @@ def _without_values(trajectory: TensorDict, like: TensorDict, key: str, counts: 
     return with_keys(trajectory, **none)
 
 
+def _without_choices(trajectory: TensorDict, like: Tensor) -> TensorDict:
+    shape = (*trajectory["input_ids"].shape, like.shape[-1])
+    return with_keys(trajectory, **{ROUTED: like.new_full(shape, KEYS[ROUTED].padding)})
+
+
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
     """Return what must agree within a batch, by key: the type, the number of dimensions, the sizes after the second."""
-    free = {"group_ids", *RAGGED, *RAGGED.values()}
+    free = {"group_ids", ROUTED, *RAGGED, *RAGGED.values()}
     return frozenset(
         (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key not in free
     )

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlite.algorithms.kept_ids import KeptIds, kept_logprobs
 from rlite.algorithms.logits import gather_logprobs_entropy
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
+from rlite.data.routing import RoutingShape
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.fsdp import TrainMesh
 
@@ -39,6 +40,8 @@ class BaseTrainModule(nn.Module):
     """set by the worker: the ranks that share the tokens of each pack (context parallel)"""
     routing: Any = None
     """set by the worker: the observer of a mixture of experts; see `rlite.backends.models.routing`"""
+    replay: Any = None
+    """set by the worker: what replays chosen experts; see `rlite.backends.models.replay`"""
 
     def materialization_source(self) -> CheckpointSource:
         """Return the source of the weights. Called in every worker.
@@ -123,6 +126,14 @@ class BaseTrainModule(nn.Module):
             The modules inside of `fsdp_units` that are sharded over the experts' own mesh.
         """
         return []
+
+    def routing_shape(self) -> RoutingShape | None:
+        """Return the form of the experts' choices that the module can replay; None if it has no experts."""
+        return None
+
+    def replay_obstacle(self) -> str | None:
+        """Return why `compute_logits` cannot replay chosen experts; None if it can."""
+        return "has no experts to choose"
 
     def check_deterministic(self, device_type: str) -> None:
         """Check that the log-probabilities of `make_deterministic` are the served ones.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -159,4 +159,6 @@ def _arrays(history: TokenHistory) -> dict[str, np.ndarray]:
 
 
 def _history(ids: list[int], mask: list[bool], versions: list[int], logprobs: list[float]) -> TokenHistory:
-    return TokenHistory(ids, mask, logprobs, versions, rewards=[0.0] * len(ids), kept_ids=[()] * len(ids))
+    none = TokenHistory()
+    none.read(ids)
+    return replace(none, tokens=ids, loss_mask=mask, logprobs=logprobs, versions=versions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -187,6 +187,7 @@ class SampleInference:
         affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
         is_trained: the episode is trained on.
         keeps_tokens: whether the episode also keeps the tokens.
+        extras: columns that each request of an episode that is trained on asks for, besides.
     """
 
     def __init__(
@@ -199,11 +200,12 @@ class SampleInference:
         affinity: str | None = None,
         is_trained: bool = False,
         keeps_tokens: bool = False,
+        extras: Sequence[str] = (),
     ) -> None:
         self._engine, self._episode, self._draws = engine, episode, draws
         self._sample, self._seed, self._affinity = sample, seed, affinity
         self._has_kept_ids = is_trained and "kept_ids" in getattr(engine, "extras", ())
-        self._keeps_tokens = keeps_tokens
+        self._keeps_tokens, self._extras = keeps_tokens, tuple(extras) if is_trained else ()
         self._turns = itertools.count()
         self._is_over = False
 
@@ -301,8 +303,9 @@ class SampleInference:
 
     def _own(self, request: LLMRequest, seed: int | None) -> LLMRequest:
         extras = request.extras
-        if self._has_kept_ids and request.gconfig.is_truncating and "kept_ids" not in extras:
-            extras = (*extras, "kept_ids")
+        kept_ids = ("kept_ids",) if self._has_kept_ids and request.gconfig.is_truncating else ()
+        if missing := [name for name in (*kept_ids, *self._extras) if name not in extras]:
+            extras = (*extras, *missing)
         gconfig = request.gconfig if seed == request.gconfig.seed else changed(request.gconfig, seed=seed)
         if gconfig is request.gconfig and extras is request.extras and not self._affinity:
             return request

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlite import RliteInferenceEngine, RliteTrainEngine, gathered
+from rlite.data.routing import ROUTED
 from rlite.nn import LoraOptions
 from rlite.nn.pretrained import causal_lm_class
 from rlite.runtime.parallel.fsdp import full_tensor
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.rl.routing import RecordedLogprobs
 from tests.integration.modules import Policy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.mixtures import build_mixture_dir
@@ -220,3 +222,24 @@ def test_muon_updates_divided_experts(build: Build, folder: Callable[[str], Path
         found.append(trained(engine)[0])
         engine.release()
     assert_close(found[1], found[0], "muon", atol=1e-3)
+
+
+def test_replayed_choices_give_the_gradients_of_one_device_in_any_product(build: Build) -> None:
+    batch, found, recorded = make_batch(LENGTHS), [], []
+    layouts = [{"size": 1}, {"size": 4, "ep_size": 2}, {"size": 4, "tp_size": 2, "sp_size": 2, "ep_size": 2}]
+    for layout in layouts:
+        engine: Any = build("qwen3_moe", **layout, **EXACT, max_tokens_per_microbatch=14, gradient_checkpointing=True)
+        shape = engine.module.routing_shape()
+        generator = torch.Generator().manual_seed(7)
+        sizes = (*batch["input_ids"].shape, shape.num_layers, shape.num_experts)
+        given = torch.rand(sizes, generator=generator).topk(shape.top_k).indices
+        given[:, ::4] = -1
+        recorded.append(RecordedLogprobs.parts(engine.forward(batch, RecordedLogprobs()))[1])
+        stats = engine.forward_backward({**batch, ROUTED: shape.encode(given)}, token_loss, num_counted)
+        found.append((engine.gradients(), stats))
+        engine.release()
+    for layout, column, (gradients, stats) in zip(layouts[1:], recorded[1:], found[1:], strict=True):
+        assert_close(gradients, found[0][0], layout)
+        assert torch.equal(column, recorded[0]), layout
+        assert stats["moe/replay_differs"] == pytest.approx(found[0][1]["moe/replay_differs"]), layout
+    assert 0.5 < found[0][1]["moe/replay_differs"] < 1

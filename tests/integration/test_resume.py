@@ -18,11 +18,17 @@ from safetensors.torch import load_file
 
 from tests import forked_python
 from tests.integration.worlds import MARK, environment, free_port, processes_with, program_of
+from tests.mixtures import build_mixture_dir
 from tests.recorded import recorded, without_times
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = {"sft": 24, "ppo": 8}
-LEFT = {"sft": ["step-21", "step-24"], "ppo": ["step-6", "step-6-critic", "step-8", "step-8-critic"]}
+STEPS = {"sft": 24, "ppo": 8, "grpo": 6}
+LEFT = {
+    "sft": ["step-21", "step-24"],
+    "ppo": ["step-6", "step-6-critic", "step-8", "step-8-critic"],
+    "grpo": ["step-4", "step-6"],
+}
+EXPORTS = {"sft": ["latest", "best"], "ppo": ["latest", "critic_latest"], "grpo": ["latest"]}
 MACHINE = ("second", "time", "memory", "mfu")
 """parts of names that only metrics of the machine have"""
 RUN_S = 300.0
@@ -50,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
-    """Return the options of a small run of a trainer, without the folder of its results."""
+    """Return the options of a small run of a trainer, without the folder of its results: grpo's has experts."""
     sft = [
         f"actor.model_name={models['qwen2']}",
         "actor.lr=1e-3",
@@ -80,7 +86,14 @@ def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
         f"trainer.total_steps={STEPS['ppo']}",
         "trainer.save_freq=2",
     ]
-    return {"sft": sft, "ppo": ppo}
+    mixture = build_mixture_dir(folder / "mixture", "qwen3_moe")
+    grpo = [
+        *(option for option in ppo if not option.startswith(("critic", "adv", "actor.model_name", "trainer.total"))),
+        f"actor.model_name={mixture}",
+        "actor.routing_replay=rollout",
+        f"trainer.total_steps={STEPS['grpo']}",
+    ]
+    return {"sft": sft, "ppo": ppo, "grpo": grpo}
 
 
 def command(ranks: int, trainer: str, options: Sequence[str], save_dir: Path, *further: str) -> list[str]:
@@ -177,6 +190,7 @@ def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
     [
         ("sft", 2),
         ("ppo", 1),
+        ("grpo", 1),
         pytest.param("sft", 1, marks=pytest.mark.nightly),
         pytest.param("ppo", 2, marks=pytest.mark.nightly),
     ],
@@ -195,13 +209,12 @@ def test_killed_run_ends_with_same_results(
     run(argv())
     expected = whole(trainer, ranks)
     assert curve(broken, 1, steps) == curve(expected, 1, steps), f"killed: {kills}"
-    exports = ["latest", "best"] if trainer == "sft" else ["latest", "critic_latest"]
-    for export in exports:
+    for export in EXPORTS[trainer]:
         weights, found = (load_file(run / export / "model.safetensors") for run in (expected, broken))
         assert weights.keys() == found.keys()
         for name, tensor in weights.items():
             assert torch.equal(found[name], tensor), f"{export}: {name}, killed: {kills}"
-    if trainer == "ppo":
+    if trainer != "sft":
         for kind in ("rows", "tokens"):
             found, undisturbed = (without_times(recorded(run, kind=kind)) for run in (broken, expected))
             assert found == undisturbed, f"killed: {kills}"

@@ -47,6 +47,8 @@ class AttentionPlan(Mixing):
     cache: SlotCache
     targets: Targets
     """rows of the cache for the keys and values of this pass"""
+    places: tuple[Tensor, Tensor] | None = None
+    """slots and positions of the tokens; None beside the cache"""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values to the cache, for later tokens to read.
@@ -135,8 +137,9 @@ class PrefillPlan(AttentionPlan):
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
-        slots = np.repeat([c.slot for c in chunks], lengths)
-        self.targets = cache.targets(torch.from_numpy(slots).to(device), places)
+        slots = torch.from_numpy(np.repeat([c.slot for c in chunks], lengths)).to(device)
+        self.places = slots, places
+        self.targets = cache.targets(slots, places)
         if is_flash:
             sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
             cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
@@ -342,11 +345,13 @@ class NativeDecodePlan(AttentionPlan):
     """
 
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
-        self.cache, self._positions, self._step = cache, positions, 0
+        self.cache, self._positions = cache, positions
+        self._slots = torch.arange(positions.shape[1], device=positions.device)
+        self.go_to(0)
 
     def go_to(self, step: int) -> None:
         """Advance to this step."""
-        self._step = step
+        self._step, self.places = step, (self._slots, self._positions[step])
 
     def attend(
         self,
@@ -456,7 +461,8 @@ class DecodePlan(AttentionPlan):
 
     def _look_up(self, step: int) -> None:
         self._step, first = step, self._first_slot
-        self.targets = self.cache.targets(self._rows + first, self._positions[step])
+        self.places = self._rows + first, self._positions[step]
+        self.targets = self.cache.targets(*self.places)
         self._gather_indices: dict[tuple[int, ...], list[GatherIndex]] = {}
         """indices of each group by the sizes of a layer, held here besides: the cache may forget them"""
 

@@ -25,6 +25,7 @@ from rlite.backends.models.batch_invariant import BLOCK
 from rlite.backends.models.layout import AttentionLayer, AttentionLayers
 from rlite.backends.models.mixers import State
 from rlite.config import Count
+from rlite.data.routing import RoutingShape
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.replicas.replica import ExecutorOptions
@@ -212,6 +213,7 @@ class SlotCache:
         has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         self.is_blocked = has_fbgemm and device.type == "cpu" and dtype == torch.float32
         self.layers, self.dtype, self.device = shape.layers, dtype, device
+        self._num_slots = shape.num_slots
         self.max_len = -(-shape.max_len // BLOCK) * BLOCK
         self.keys: dict[int, Tensor] = {}
         """keys by layer"""
@@ -237,6 +239,9 @@ class SlotCache:
         """the rows that `GatherIndex.value_rows` indexes, per layer"""
         self.key_rows = {i: keys.view(-1, BLOCK) for i, keys in self.keys.items()} if self.is_blocked else {}
         """the rows that `GatherIndex.key_rows` indexes, per layer"""
+        self.routing: Tensor | None = None
+        """experts that were chosen where a token was read, `[slots, max_len, layers, K]`, -1 if that was not recorded;
+        None: nothing was asked to be"""
         self._gather_indices: dict[tuple[int, ...], GatherIndex] = {}
         self._index_bytes = 0
 
@@ -340,6 +345,27 @@ class SlotCache:
         self._gather_indices[heads, num_kv_heads, dim, start, stop, blocks] = found
         return found
 
+    def record_routing(self, shape: RoutingShape) -> None:
+        """Keep the chosen experts beside the keys and values from now on, and copy them with these."""
+        if self.routing is None:
+            sizes = self._num_slots, self.max_len, shape.num_layers, shape.top_k
+            self.routing = torch.full(sizes, -1, dtype=torch.int64).to(shape.dtype).to(self.device)
+
+    def routing_of(self, slot: int, begin: int, length: int, steps: int) -> list[list[bytes]]:
+        """Return the chosen experts of a burst, see `rlite.data.routing`: a list for each step.
+
+        Args:
+            slot: slot of the sequence.
+            begin: first position that is told, in the list of the first step.
+            length: tokens of the sequence at the first step.
+            steps: number of steps.
+        """
+        assert self.routing is not None
+        table = self.routing[slot, begin : length - 1 + steps].flatten(1).cpu()
+        rows = [row.tobytes() for row in table.numpy()]
+        first = length - begin
+        return [rows[:first], *([row] for row in rows[first:])]
+
     def clear(self, slot: int) -> None:
         """Write zeros into a slot that may hold non-finite values, before another sequence uses it."""
         for keys, values in self._storages:
@@ -355,6 +381,8 @@ class SlotCache:
                 for storage, stop in ((keys, blocks), (values, move.length)):
                     storage[:, move.target, :, :stop] = storage[:, move.source, :, :stop]
             self.states.copy(move.source, move.target)
+            if self.routing is not None:
+                self.routing[move.target, : move.length] = self.routing[move.source, : move.length]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

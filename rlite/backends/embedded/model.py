@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
 from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.embedded.routing import RoutingRecorder
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
@@ -27,6 +28,7 @@ from rlite.backends.models.experts import corrects, implementation_for, use_impl
 from rlite.backends.models.layout import AttentionLayers, attention_layers, equal_layers
 from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
 from rlite.backends.models.mixers import State, install_mixers, mixing
+from rlite.backends.models.replay import routing_shape
 from rlite.backends.models.stored import StoredCheckpoint, buffer_shards, own_shapes, stored_buffers
 from rlite.backends.serving.native import call, compiled
 from rlite.errors import CheckpointError
@@ -194,11 +196,6 @@ def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
     return projection.forward(h).view(h.shape[0], -1, attention.head_dim)
 
 
-def _run(model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
-    with mixing(plan):
-        return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
-
-
 class _Place(NamedTuple):
     """One parameter: its block, its global shape, and every module attribute that refers to it."""
 
@@ -278,6 +275,9 @@ class ShardedModel:
         self.layers = served_layers(model, plan)
         """attention layers, with the heads of this rank"""
         self._lean: LeanDecoder | None = None
+        shape = routing_shape(model)
+        self.routing = None if shape is None else RoutingRecorder(model, shape)
+        """records chosen experts; None for a model without experts"""
 
     def _find_places(self, plan: TensorParallelPlan) -> dict[str, _Place]:
         owners: dict[nn.Parameter, list[str]] = {}
@@ -301,7 +301,7 @@ class ShardedModel:
         if self._lean is not None:
             self._lean.fill(plan.tokens, plan.positions, plan)
         else:
-            _run(self.model.base_model, plan.tokens[None], plan.positions[None], plan)
+            self._run(self.model.base_model, plan.tokens[None], plan.positions[None], plan)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[rows, vocabulary]` of one decode step.
@@ -313,13 +313,19 @@ class ShardedModel:
         """
         if self._lean is not None:
             return self._lean.logits(tokens, positions, plan)
-        return _run(self.model, tokens[:, None], positions[:, None], plan).logits[:, -1]
+        return self._run(self.model, tokens[:, None], positions[:, None], plan).logits[:, -1]
 
     def prompt_logits(self, plan: ScoringPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the plan's tokens."""
         if self._lean is not None:
             return self._lean.logits(plan.tokens, plan.positions, plan)
-        return _run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
+        return self._run(self.model, plan.tokens[None], plan.positions[None], plan).logits[0]
+
+    def _run(self, model: Any, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Any:
+        if self.routing is not None:
+            self.routing.begin(plan)
+        with mixing(plan):
+            return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
 
     def state_of_one(self) -> dict[int, State]:
         """Return the recurrent state of one sequence, by the number of the mixer, as the mixers make it."""

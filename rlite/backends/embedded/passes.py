@@ -37,6 +37,7 @@ from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving import native, sampler
 from rlite.backends.serving.sampler import RequestRules, Sampled, SamplingBatch
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DivergedError
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
@@ -167,7 +168,8 @@ class DecodeGraphs:
 
     def addresses(self, cache: SlotCache) -> Addresses:
         """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
-        return (*self._model.addresses(), *cache.addresses())
+        routing = () if cache.routing is None else (cache.routing.data_ptr(),)
+        return (*self._model.addresses(), *cache.addresses(), *routing)
 
     def logits(self, cache: SlotCache, addresses: Addresses, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Return logits `[rows, vocabulary]` of the first slots as `ShardedModel.logits` does.
@@ -289,15 +291,31 @@ class ForwardPasses:
         # [row][step] each: tokens and the two kinds of log-probabilities
         columns = zip(*(step[:3] for step in made), strict=True)
         ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
-        kept_ids = [sampler.kept_ids_of(step.kept, len(sequences)) for step in made]
+        extras = self._extras(cache, sequences, made, lengths)
         # NaN among the logits is NaN here, and so is a choice of nothing
         are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
         failed = self._give_up(cache, version, overflown) if overflown else {}
-        cache.apply(self.scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop, kept_ids))
+        cache.apply(self.scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop, extras))
         if failed:
             cache.apply(self.scheduler.abort(failed))
         return len(made), failed
+
+    def _extras(
+        self, cache: SlotCache, sequences: Sequence[RunningSequence], made: Sequence[Sampled], lengths: Sequence[int]
+    ) -> dict[str, list[Any]]:
+        """Return the further columns `[row][step]` of a burst."""
+        kept_ids = zip(*(sampler.kept_ids_of(step.kept, len(sequences)) for step in made), strict=True)
+        columns: dict[str, list[Any]] = {"kept_ids": list(kept_ids)}
+        if any(sequence.has_routing for sequence in sequences):
+            given = zip(sequences, lengths, strict=True)
+            columns[ROUTED] = [
+                cache.routing_of(s.slot, 0 if length == s.prompt_len else length - 1, length, len(made))
+                if s.has_routing
+                else []
+                for s, length in given
+            ]
+        return columns
 
     def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         return self.rules.length_at_stop(sequence.request, sequence.tokens, start, sequence.prompt_len)

@@ -17,16 +17,19 @@ state. Recomputing the cache after new weights is a prefill of prompt and comple
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlite.backends.serving.sampler import Sampling
+from rlite.data.routing import ROUTED
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
+NO_EXTRAS: Mapping[str, Sequence[Sequence[Any]]] = MappingProxyType({})
 MIN_SHARED = 32
 """least number of leading tokens that a kept cache must share"""
 MIN_SHARE = 0.25
@@ -54,8 +57,8 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     """log-probabilities of the tokens that are not reported yet"""
     sampling_logprobs: list[float] = field(default_factory=list)
-    kept_ids: list[list[int]] = field(default_factory=list)
-    """ids among which each token was sampled that is not reported yet"""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """columns of the tokens that are not reported yet, as far as the request asks for them"""
     has_failed: bool = False
     """true if keys or values of the sequence are not finite"""
     is_ahead: bool = False
@@ -76,6 +79,11 @@ class RunningSequence:
     def has_kept_ids(self) -> bool:
         """True if the request asks for kept ids."""
         return "kept_ids" in self.request.extras
+
+    @property
+    def has_routing(self) -> bool:
+        """True if the request asks for the chosen experts."""
+        return ROUTED in self.request.extras
 
     @property
     def sampling(self) -> Sampling:
@@ -313,7 +321,7 @@ class Scheduler:
         logprobs: list[list[float]],
         sampling_logprobs: list[list[float]],
         find_stop: Callable[[RunningSequence, int], int | None],
-        kept_ids: Sequence[list[list[int]]] = (),
+        extras: Mapping[str, Sequence[Sequence[Any]]] = NO_EXTRAS,
     ) -> list[Move]:
         """Append the tokens of one burst, end finished sequences, and close the gaps.
 
@@ -323,8 +331,7 @@ class Scheduler:
             sampling_logprobs: `[row][step]`, under the truncated distribution.
             find_stop: `find_stop(sequence, start)` returns the length at which a completion contains a stop string, or
                 None. It is called for requests with stop strings; tokens from `start` on are new.
-            kept_ids: `[step][row]`, ids among which the token was sampled, [] if nothing was removed; for requests that
-                ask for them.
+            extras: columns `[row][step]` by name, for requests that ask for them.
 
         Returns:
             The copies of slots that close the gaps.
@@ -343,8 +350,8 @@ class Scheduler:
             sequence.num_cached, sequence.is_ahead = len(sequence.tokens) - 1, num < len(made)
             sequence.logprobs += logprobs[row][:num]
             sequence.sampling_logprobs += sampling_logprobs[row][:num]
-            if sequence.has_kept_ids:
-                sequence.kept_ids += [kept_ids[step][row] for step in range(num)]
+            for name in extras.keys() & sequence.request.extras:
+                sequence.extras.setdefault(name, []).extend(extras[name][row][:num])
             if reason is None and len(sequence.tokens) >= sequence.max_tokens:
                 reason = "length"
             if reason is not None:
@@ -408,8 +415,8 @@ def _report(sequence: RunningSequence, version: int, reason: StopReason | None) 
         sampling_logprobs=sequence.sampling_logprobs,
         version=version,
         finish_reason=reason,
-        extras={"kept_ids": sequence.kept_ids} if sequence.has_kept_ids else {},
+        extras={name: sequence.extras.get(name, []) for name in sequence.request.extras},
     )
     sequence.num_reported = len(sequence.tokens)
-    sequence.logprobs, sequence.sampling_logprobs, sequence.kept_ids = [], [], []
+    sequence.logprobs, sequence.sampling_logprobs, sequence.extras = [], [], {}
     return chunk

@@ -35,6 +35,7 @@ from rlite.backends.models.mixers import check_not_split
 from rlite.backends.models.stored import StoredCheckpoint
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampler import RequestRules, length_objection
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
 from rlite.nn.pretrained import check_plain, end_ids, load_config, meta_model, real_tensors, summary
 from rlite.runtime.cluster.host import WorkerContext
@@ -147,7 +148,7 @@ class EmbeddedWorker:
         self._plan = CacheSizes(options, weights.config, weights.dtype, weights.layers)
         self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
-        self._are_weights_here = False
+        self._are_weights_here = self._is_routing = False
         self._cache: SlotCache | None = None
         self.load_weights()
         self._plan = replace(self._plan, state=weights.state_of_one())
@@ -202,7 +203,7 @@ class EmbeddedWorker:
         """
         cache = self._serving_cache()
         for request in new:
-            if (error := self._rules.objection(request)) is not None:
+            if (error := self._rules.objection(request) or self._routing_objection(request, cache)) is not None:
                 self._fail(request.request_id, error)
             else:
                 self._scheduler.add(self._sequence(request))
@@ -248,6 +249,19 @@ class EmbeddedWorker:
         self.version = version
         self._scheduler.forget_cache()
 
+    def _routing_objection(self, request: SequenceRequest, cache: SlotCache) -> str | None:
+        """Record chosen experts from now on if a request asks for them.
+
+        Returns:
+            Why that is impossible.
+        """
+        if ROUTED in request.extras:
+            if self._weights.routing is None:
+                return f"the model has no experts whose choice could be recorded ({ROUTED})"
+            self._is_routing = True
+            cache.record_routing(self._weights.routing.shape)
+        return None
+
     def _sequence(self, request: SequenceRequest) -> RunningSequence:
         gconfig, num_prompt = request.gconfig, len(request.input_ids)
         tokens = [*request.input_ids, *request.output_ids]
@@ -283,6 +297,8 @@ class EmbeddedWorker:
         if what in ("all", "kv_cache") and self._cache is None:
             shape = self._plan.cache_shape(self._num_slots)
             self._cache = SlotCache(shape, self._weights.dtype, self.device, self._plan.state)
+            if self._is_routing and self._weights.routing is not None:
+                self._cache.record_routing(self._weights.routing.shape)
 
     def to_cpu(self) -> None:
         """Move weights to host memory and free the KV cache. Running requests recompute their cache later."""
@@ -445,5 +461,7 @@ BACKEND = InferenceBackend(
     worker=make_worker,
     replica=PumpedReplica,
     check=check_served,
-    capabilities=Capabilities(has_prompt_logprobs=True, has_readable_weights=True, extras=frozenset({"kept_ids"})),
+    capabilities=Capabilities(
+        has_prompt_logprobs=True, has_readable_weights=True, extras=frozenset({"kept_ids", ROUTED})
+    ),
 )

@@ -17,6 +17,7 @@ from rlite.algorithms.reduce import WITHOUT_GRADIENT, Loss, LossSums, PerToken, 
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models.routing import NO_ROUTING, NONFINITE
 from rlite.data.packs import BatchShare, Pack, lazy_pack, pair_rows
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
@@ -222,6 +223,8 @@ class BatchRunner:
     def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
         """Return the input of a loss or post_hook: logits, or log-probabilities if they suffice."""
         if isinstance(function, OnLogprobs):
+            if function.records_routing:
+                data[ROUTED] = None
             return self.module.compute_logprobs(data, function.temperature, function.positions(data))
         return self.module.compute_logits(data)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial, reduce
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -43,7 +43,9 @@ from rlite.backends.models.mixers import (
     mixing,
     recompute_alike,
 )
+from rlite.backends.models.replay import Replay, replay_refusal, routing_shape
 from rlite.backends.models.routing import Routing, check_balance
+from rlite.data.routing import ROUTED, RoutingShape
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule, CheckpointSource
 from rlite.nn.pretrained import (
@@ -205,7 +207,14 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         """Recompute the activations of each layer with the attention that its forward used."""
         enable: Any = getattr(self, "activation_checkpointing_enable", None)  # its name since transformers 5.23
         enable = enable or self.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": partial(recompute_alike, self.config)})
+        enable({"use_reentrant": False, "context_fn": self._recomputing_alike})
+
+    def _recomputing_alike(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Return the contexts of a forward and of its recomputation, with the attention and the experts in use now."""
+        forward, again = recompute_alike(self.config)
+        if self.replay is None:
+            return forward, again
+        return forward, _inside(again, self.replay.replaying_alike())
 
     def check_deterministic(self, device_type: str) -> None:
         """Check that the model is one of those that are computed independently of the batch.
@@ -262,6 +271,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         parallelize(self, mesh, divided_apart(self))
         if self.routing is not None:
             self.routing.tensor_group = mesh.get_group()
+        if self.replay is not None:
+            self.replay.tensor_group = mesh.get_group()
 
     def check_experts(self, options: Any, device_type: str) -> None:
         """Check the options of experts; see `rlite.backends.models.experts`.
@@ -292,7 +303,19 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if not experts_of(model):
             return []
         self.routing = Routing(model, options.router_aux_loss_coef, options.router_bias_update_rate)
+        if (shape := routing_shape(model)) is not None:
+            self.routing.replay = self.replay = Replay(model, shape)
         return experts.divide(model, mesh)
+
+    def routing_shape(self) -> RoutingShape | None:
+        """Return the form of the experts' choices that the module can replay; None if it has no experts."""
+        model: Any = self
+        return routing_shape(model)
+
+    def replay_obstacle(self) -> str | None:
+        """Return why the module cannot replay chosen experts; see `rlite.backends.models.replay`."""
+        cls = self._transformers_class()
+        return super().replay_obstacle() if cls is None else replay_refusal(cls, self.config)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' own method, for methods of yours.
@@ -345,9 +368,32 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         layout = PackedLayout(data["cu_seqlens"], length, share, attend)
         ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
         documents = Documents(layout.lengths, ids.is_cuda) if self._mixers else None
-        with attention(self.config, PACKED), mixing(documents), self._seen(ids[0], share):
+        routed = self._routed(data, share, ids.numel())
+        with attention(self.config, PACKED), mixing(documents), self._seen(ids[0], share), routed:
             output = self(input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout)
         return share.gather_results(output.logits[0])
+
+    @contextmanager
+    def _routed(self, data: Mapping[str, Any], share: ContextShare, num_own: int) -> Iterator[None]:
+        """Replay the pack's `routed_experts` inside of the block; if it is None, record them there.
+
+        Args:
+            data: the pack.
+            share: this rank's tokens.
+            num_own: their number.
+
+        Yields:
+            None.
+        """
+        if self.replay is None or ROUTED not in data:
+            yield
+        elif data[ROUTED] is None:
+            with self.replay.recording():
+                yield
+                data[ROUTED] = self.replay.recorded(share, num_own)  # type: ignore[index]
+        else:
+            with self.replay.replaying_pack(data[ROUTED], share):
+                yield
 
     def _seen(self, ids: Tensor, share: ContextShare) -> AbstractContextManager[None]:
         """Return a context in which the routers' choices for this rank's tokens are seen."""
@@ -389,6 +435,14 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             self._changes_logits = True
             return super().compute_logprobs(data, temperature, positions)
         return TokenLogprobs(*output.unbind(-1))
+
+
+@contextmanager
+def _inside(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def exported_class(module: nn.Module) -> str:

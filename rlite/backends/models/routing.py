@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlite.backends.models.experts import block_of, corrections, experts_of, plain_name
+from rlite.backends.models.replay import Replay
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.context_parallel import pad_to_multiple
 from rlite.runtime.parallel.fsdp import local_shard
@@ -131,6 +132,8 @@ class Routing:
         self.aux_loss_coef, self._rate = aux_loss_coef, bias_update_rate
         self.tensor_group: dist.ProcessGroup | None = None
         """ranks that hold parts of the tokens between blocks (tensor parallel)"""
+        self.replay: Replay | None = None
+        """counts choices that differ from the replayed ones"""
         self._model = model
         self._layers: list[_Layer] = []
         for name, experts in experts_of(model).items():
@@ -225,6 +228,8 @@ class Routing:
         Raises:
             ConfigError: the module has a compute_logits of its own that does not call `tokens`.
         """
+        if self.replay is not None:
+            self.replay.add(is_counted)
         if self._counted is None:  # a compute_logits of the user's own
             if self.aux_loss_coef:
                 problem = "compute_logits of the module does not say which tokens count"
@@ -286,7 +291,8 @@ class Routing:
         Returns:
             `moe/...`: `load_max` and `load_min` of all layers, as multiples of an even load; `load/N` of expert N, the
                 mean over layers; `auxiliary_loss`, 1 if balanced; `idle_share` of the experts of all layers that got no
-                token of this batch; `dropped_share`, none in DROPPED_STEPS optimizer steps; `nonfinite_tokens`.
+                token of this batch; `dropped_share`, none in DROPPED_STEPS optimizer steps; `nonfinite_tokens`; and
+                `replay_differs`, the share of replayed choices (of a layer for a token) that the model would not make.
         """
         if self._total is None:
             return {}
@@ -304,6 +310,9 @@ class Routing:
         }
         if num_experts <= MAX_LISTED:
             metrics |= {f"load/{number:03d}": each for number, each in enumerate(relative.mean(0))}
+        if self.replay is not None and (differing := self.replay.take_counts()) is not None:
+            dist.all_reduce(differing, group=group)
+            metrics["replay_differs"] = differing[0] / differing[1].clamp(min=1.0)
         return {f"moe/{name}": float(value) for name, value in metrics.items()}
 
     # -- an optimizer step ---------------------------------------------------------------------------------------

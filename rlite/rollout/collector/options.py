@@ -37,6 +37,8 @@ class CollectorOptions(CollectorLimits):
     """groups dropped by the workflow or by should_accept, with none accepted between them, that stop the run"""
     is_filter_bounded: bool = False
     """should_accept itself refuses a bounded number of groups: they do not count for max_consecutive_rejections"""
+    extras: tuple[str, ...] = ()
+    """columns that each request of training asks the engine for; see `LLMRequest.extras`"""
     keep_ended: bool = False
     """keep each ended group of training until `RolloutCollector.take_ended` returns it"""
     seed: int | None = None

@@ -142,7 +142,9 @@ class Episodes:
         with running(episode):
             while True:
                 inference = SampleInference(
-                    self.engine, episode, draws, sample, seed, affinity, is_trained, self.options.keep_ended
+                    *(self.engine, episode, draws, sample, seed, affinity, is_trained),
+                    keeps_tokens=self.options.keep_ended,
+                    extras=self.options.extras,
                 )
                 try:
                     result = await self._attempt(inference)

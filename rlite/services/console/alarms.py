@@ -11,6 +11,8 @@ from rlite.trainer.run.observer import DRIFT_LIMIT, Observer
 from rlite.trainer.run.training_run import TrainingRun
 
 LOST = "rollout/lost/"
+DIFFERING_LIMIT = 0.25
+"""share of choices of experts that the policy would not repeat. Other kernels and dtypes explain some per cent"""
 LOOK = {"look at": "the record (rlite view), the reward function, how hard the prompts are, and the temperature"}
 REPEAT_AFTER = 50
 """steps after which an alarm whose cause lasts is given again"""
@@ -76,6 +78,10 @@ class Alarms(Observer):
         if (drift := metrics.get("logprob_drift", 0.0)) > DRIFT_LIMIT:
             cause = "the rollouts are far from the policy" if self._is_ahead else "the engine does not serve the policy"
             yield f"{cause} that is trained", {"logprob_drift": f"{drift:.3f} nats per token (limit {DRIFT_LIMIT})"}
+        if (differs := metrics.get("moe/replay_differs", 0.0)) > DIFFERING_LIMIT:
+            told = f"{differs:.1%} of the replayed choices (limit {DIFFERING_LIMIT:.0%})"
+            cause = "the policy would choose other experts than those that it is trained with"
+            yield cause, {"moe/replay_differs": told}
 
     def _look_at_losses(self, run: TrainingRun, metrics: Mapping[str, float], first_losses: Mapping[str, str]) -> None:
         lost = {key: number for key, number in metrics.items() if key.startswith(LOST)}

@@ -39,6 +39,8 @@ class Turn:
     versions: list[int] = field(default_factory=list)
     kept_ids: list[list[int]] = field(default_factory=list)
     """the ids among which each token was sampled, if the request truncated"""
+    routed_experts: list[list[bytes]] = field(default_factory=list)
+    """the experts that were chosen for the tokens, if the run replays them; see `rlite.data.routing`"""
     finish_reason: StopReason = "abort"
     parent: Turn | None = None
     """the turn whose prompt and output the prompt begins with"""
@@ -249,6 +251,7 @@ def _line(line: Sequence[Turn], rewards: Mapping[Turn, float]) -> TokenHistory:
     for turn in line:
         if turn in rewards:
             history.read(turn.prompt_ids[len(history.tokens) :])
-            history.write(turn.output_ids, turn.logprobs, turn.versions, turn.finish_reason, turn.kept_ids or None)
+            made = turn.output_ids, turn.logprobs, turn.versions, turn.finish_reason
+            history.write(*made, turn.kept_ids or None, turn.routed_experts)
             history.reward(rewards[turn])
     return history

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlite.data.chat.template import TemplateRefusal, Tokenizer
 from rlite.data.prompts import TooManyTokens
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat
@@ -291,6 +292,7 @@ class AgentSession(RecordingOwner):
                     turn.logprobs += chunk.logprobs
                     turn.versions += [chunk.version] * len(chunk.token_ids)
                     turn.kept_ids += chunk.extras.get("kept_ids", ())
+                    turn.routed_experts += chunk.extras.get(ROUTED, ())
                     turn.finish_reason = chunk.finish_reason or turn.finish_reason
                     if request.is_stream:
                         say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason), chunk))

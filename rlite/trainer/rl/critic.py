@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from rlite.algorithms import adaptive_kl_coef
 from rlite.data.packs import with_keys
+from rlite.data.routing import ROUTED
 from rlite.engine.train import RliteTrainEngine
 from rlite.observability import stats_tracker
 from rlite.trainer.losses import ValueLoss, own_values
@@ -40,7 +41,7 @@ class Critic:
     def with_values(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `values` [N, L], for each token the value of the state before it."""
         self._engines.move_to_device(self._engine)
-        return with_keys(batch, values=self._engine.forward(batch, own_values, self._longest))
+        return with_keys(batch, values=self._engine.forward(batch.exclude(ROUTED), own_values, self._longest))
 
     @stats_tracker.record_timing("update_critic")
     def update(self, batch: TensorDict) -> None:
@@ -48,7 +49,7 @@ class Critic:
         self._engines.move_to_device(self._engine)
         self._engine.train()
         for rows in torch.arange(len(batch)).tensor_split(min(self._num_updates, len(batch))):
-            stats = self._engine.train_batch(batch[rows], self._loss, self._loss.weight)
+            stats = self._engine.train_batch(batch[rows].exclude(ROUTED), self._loss, self._loss.weight)
             self._engine.step_lr_scheduler()
             with stats_tracker.scope("critic"):
                 stats_tracker.scalar(**loss_stats(stats))

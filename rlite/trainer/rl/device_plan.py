@@ -11,6 +11,7 @@ from rlite.trainer.model.options import ModelOptions, frozen_build_options
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig, RolloutOptions
+from rlite.trainer.rl.routing import RoutingReplay
 from rlite.trainer.rl.truncation import check_engine
 
 
@@ -66,7 +67,8 @@ class DevicePlan:
         max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
 
     Raises:
-        ConfigError: The rollouts truncate, and the rollout engine does not return the kept ids.
+        ConfigError: The rollouts truncate, and the rollout engine does not return the kept ids; or chosen experts are
+            to be replayed, and cannot be.
     """
 
     def __init__(self, options: PpoConfig, max_model_len: int | None = None) -> None:
@@ -83,6 +85,9 @@ class DevicePlan:
             reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
         evaluation = None if trainer.evaluate == "in_turns" else self._inference_engine()
         trained = trained_engine(policy_module, actor, num_updates)
+        name = options.rollout.executor
+        self.routing = RoutingReplay.of(actor.routing_replay, trained.module, name, rollout.extras)
+        """the experts that training replays"""
         self.engines = Engines(rollout, trained, critic, reference, evaluation)
 
     def build(self) -> None:
@@ -128,4 +133,4 @@ class DevicePlan:
         if options.trainer.evaluate == "snapshot":
             own["gpu_memory_utilization"] /= 2  # two engines on the same devices
         engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)
-        engine.rollout_options = options.collector_options()
+        engine.rollout_options = options.collector_options().replace(extras=self.routing.extras)

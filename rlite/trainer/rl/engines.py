@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from tensordict import TensorDict
 
 from rlite.data.packs import with_keys
+from rlite.data.routing import ROUTED
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.engine.weights import SyncReport
 from rlite.observability import stats_tracker
 from rlite.runtime.replicas.engine import Engine
 from rlite.trainer.rl.objective import BothLogprobs, OwnLogprobs
+from rlite.trainer.rl.routing import RecordedLogprobs
 from rlite.trainer.rl.statistics import report_off_policy
 
 
@@ -117,6 +119,8 @@ class LogprobPasses:
     """report `off_policy/*`"""
     tis_coef: float | None = None
     """cap of the importance weights there"""
+    records_routing: bool = False
+    """the updates replay the experts of the pass for old log-probabilities"""
 
     def with_reference(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `ref_logprobs` [N, L] in the whole vocabulary, if leaving the reference costs something.
@@ -129,20 +133,26 @@ class LogprobPasses:
             engine = self.engines.reference or self.engines.actor
             self.engines.move_to_device(engine)
             hook = OwnLogprobs(temperature=self.temperature, is_full=True)
-            logprobs = engine.forward(batch, hook, self.longest[1], without_adapters=engine is self.engines.actor)
+            own = batch.exclude(ROUTED)  # a policy of its own chooses itself
+            logprobs = engine.forward(own, hook, self.longest[1], without_adapters=engine is self.engines.actor)
         return with_keys(batch, ref_logprobs=logprobs)
 
     def with_old(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `old_logprobs` [N, L], from before the updates, if something compares with them.
 
-        If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary.
+        If the batch has kept ids, they are over these, and `full_old_logprobs` [N, L] in the whole vocabulary. If the
+        updates replay the experts of this pass, these are `routed_experts` [N, L, B].
         """
         if not self.has_old:
             return batch
         with stats_tracker.record_timing("old_logprobs"):
             self.engines.move_to_device(self.engines.actor)
-            found = self.engines.actor.forward(batch, BothLogprobs(temperature=self.temperature), self.longest[0])
-        columns = {"old_logprobs": found[..., 0].contiguous()}
+            hook = (RecordedLogprobs if self.records_routing else BothLogprobs)(temperature=self.temperature)
+            found = self.engines.actor.forward(batch, hook, self.longest[0])
+        columns = {}
+        if self.records_routing:
+            found, columns[ROUTED] = RecordedLogprobs.parts(found)
+        columns["old_logprobs"] = found[..., 0].contiguous()
         if "kept_counts" in batch:
             columns["full_old_logprobs"] = found[..., 1].contiguous()
         batch = with_keys(batch, **columns)

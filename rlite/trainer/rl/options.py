@@ -37,7 +37,14 @@ from rlite.trainer.options import (
     TrainerOptions,
 )
 from rlite.trainer.run.best import check_evaluated
-from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, Schedule
+from rlite.types import (
+    Aggregation,
+    GenerationHyperparameters,
+    KLEstimator,
+    KLLossEstimator,
+    RoutingSource,
+    Schedule,
+)
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
@@ -96,6 +103,10 @@ class ActorOptions(ModelOptions):
     another forward pass"""
     deterministic: bool = False
     """log-probabilities in training have the bits of the sampled ones; needs rollout.deterministic, slower"""
+    routing_replay: RoutingSource = "auto"
+    """experts with which a mixture of experts is trained: "rollout" replays those that the engine chose, "old_policy"
+    those of the trainer's own pass before the updates, "off" chooses anew; "auto" is rollout if the engine returns
+    them, else off"""
     entropy_coef: Finite = 0.0
     """weight of the entropy bonus"""
     temperature: FinitePositive | None = None
@@ -467,7 +478,8 @@ class PpoConfig(LaunchOptions):
     def has_old_logprobs(self) -> bool:
         """True if log-probabilities from before a rollout's updates are computed."""
         actor, is_paid = self.actor, self.kl.type in ("reward", "advantage")
-        return actor.update_per_rollout > 1 or is_paid or actor.off_policy_metrics
+        is_compared = actor.off_policy_metrics or actor.routing_replay == "old_policy"
+        return actor.update_per_rollout > 1 or is_paid or is_compared
 
     @property
     def has_reference(self) -> bool:

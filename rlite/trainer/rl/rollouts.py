@@ -23,6 +23,7 @@ from rlite.rollout import RolloutWorkflow
 from rlite.rollout.collector.saved import plain
 from rlite.trainer.rl.filtering import num_uniform, replace_uniform_groups
 from rlite.trainer.rl.options import RolloutOptions
+from rlite.trainer.rl.routing import RoutingReplay
 from rlite.trainer.rl.truncation import check_kept, truncation
 
 SAID_ONCE = {"scores": "score", "num_turns": "turns", "num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
@@ -105,11 +106,12 @@ class Rollouts:
         num_prompts: int,
         group_size: int,
         is_filtering: bool,
+        routing: RoutingReplay | None = None,
     ) -> None:
         self._options, self._engine, self._workflow, self._prompts = options, engine, workflow, prompts
         self._num_prompts, self._group_size, self._is_filtering = num_prompts, group_size, is_filtering
         self._generated = Generated()
-        self._is_truncating = bool(truncation(options))
+        self._is_truncating, self._routing = bool(truncation(options)), routing
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:
@@ -149,6 +151,8 @@ class Rollouts:
         check_one_per_row(batch, "rewards")
         if self._is_truncating:
             check_kept(batch, self._options, self._workflow)
+        if self._routing is not None:
+            stats_tracker.scalar(routing_recorded=self._routing.check(batch, self._workflow))
 
     def state_dict(self) -> dict[str, Any]:
         """Return prompts that are left by an earlier run whose rollouts ran ahead, or by a batch that met a bad one."""
