@@ -564,9 +564,7 @@ def _text_after(template: ChatTemplate, turn: Turn, messages: Messages, text: st
     return _text_after_calls(template, turn, messages, text, ending)
 
 
-def _text_after_calls(
-    template: ChatTemplate, turn: Turn, messages: Messages, text: str, ending: Ending
-) -> str | None:
+def _text_after_calls(template: ChatTemplate, turn: Turn, messages: Messages, text: str, ending: Ending) -> str | None:
     """Return the same part for an answer with calls, which a template may write in other words than the model."""
     assert turn.messages is not None
     assert turn.answer is not None

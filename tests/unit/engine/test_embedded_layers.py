@@ -85,14 +85,13 @@ def test_prompts_and_decode_steps_of_every_kind_of_layer_are_those_of_the_whole_
 
 
 def test_scoring_continues_a_prompt_in_every_kind_of_layer() -> None:
-    rows, past = tensors(LENGTH, torch.float64), {}
+    rows, plan = tensors(LENGTH, torch.float64), None
     for chunk in (Chunk(0, 0, 40, [7] * 40), Chunk(0, 40, LENGTH, [7] * 30)):
-        plan = ScoringPlan([chunk], past, CPU)
+        plan = ScoringPlan([chunk], plan, CPU)
         for layer in LAYERS:
             softmax = SOFTMAX[layer]._replace(sinks=SINKS.double() if layer == 1 else None)
             out = plan.attend(layer, *(x[chunk.start : chunk.stop] for x in rows[layer]), 0.4, WINDOWS[layer], softmax)
             torch.testing.assert_close(out, expected(layer, chunk.start)[: len(out)])
-        past = plan.seen
 
 
 def test_layers_that_read_another_layer_s_keys_have_no_memory_of_their_own() -> None:

@@ -164,7 +164,8 @@ def test_states_count_in_the_memory_of_the_cache_and_go_with_it(folders: dict[st
     cache = worker._serving_cache()
     # three layers: 4 columns of 128 channels, and 4 heads of 16 x 16, for 3 slots
     assert cache.states.nbytes == 3 * 3 * 4 * (4 * 128 + 4 * 16 * 16)
-    assert worker.memory_bytes()["kv_cache"] == cache.nbytes == cache.keys.nbytes + cache.values.nbytes + 55296
+    keys_and_values = sum(tensor.nbytes for tensor in (*cache.keys.values(), *cache.values.values()))
+    assert worker.memory_bytes()["kv_cache"] == cache.nbytes == keys_and_values + 55296
     worker.to_cpu()
     assert worker.memory_bytes()["kv_cache"] == 0
     worker.to_device()

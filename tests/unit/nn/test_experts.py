@@ -19,9 +19,9 @@ from rlite.backends.models.architecture import refusal
 from rlite.backends.models.experts import check_expert_parallel, corrects
 from rlite.backends.models.lora import merge_adapter
 from rlite.backends.models.routing import DROPPED_STEPS
-from rlite.errors import CheckpointError, ConfigError
+from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
-from rlite.nn.pretrained import causal_lm_class, load_model, quiet_transformers
+from rlite.nn.pretrained import causal_lm_class, load_model
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
@@ -164,8 +164,9 @@ def test_correction_biases_are_read_balanced_saved_synced_and_resumed(kind: str,
     engine: Any = RliteTrainEngine(on_meta(causal_lm_class(folder, MixturePolicy), folder))
     sizes = {"tensor_parallel_size": 1, "data_parallel_size": 1}
     engine.build(**sizes, router_bias_update_rate=0.25)
-    (name, *_), before = [n for n in load_file(folder / "model.safetensors") if corrects(n)], engine.state_dict()
-    assert torch.equal(before[name], load_file(folder / "model.safetensors")[name].float())
+    before, stored = engine.state_dict(), load_file(folder / "model.safetensors")
+    name, stored_name = (min(filter(corrects, names)) for names in (before, stored))
+    assert torch.equal(before[name], stored[stored_name])
     stats = engine.train_batch(make_batch(LENGTHS), token_loss, num_counted)
     assert stats["moe/load_max"] > 1 > stats["moe/load_min"]
     after = engine.state_dict()[name]
@@ -173,19 +174,18 @@ def test_correction_biases_are_read_balanced_saved_synced_and_resumed(kind: str,
     assert set(change.round(decimals=4).abs().tolist()) <= {0.0, 0.25}
     assert change.min() < 0 < change.max()
     engine.save(tmp_path / "saved")
-    saved = load_file(tmp_path / "saved" / "model.safetensors")[name]
+    saved = load_file(tmp_path / "saved" / "model.safetensors")[stored_name]
     assert torch.equal(saved, after)
     engine.save_state(tmp_path / "state")
-    if kind != "deepseek_v3":  # whose attention is not served
-        served = RliteInferenceEngine(folder)
-        served.build(data_parallel_size=1, colocate_with=engine, max_model_len=64, max_num_seqs=2)
-        engine.p2p_weight_sync(served, verify_checksums=True)
-        answer = served.generate([[1, 2, 3]], {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True})[0].outputs[0]
-        batch = {"input_ids": torch.tensor([[1, 2, 3, *answer.token_ids]])}
-        batch |= {"attention_mask": torch.ones_like(batch["input_ids"])}
-        expected = engine.forward(batch, next_token_logprobs)[0, 2:-1]
-        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-5, rtol=0)
-        served.release()
+    served = RliteInferenceEngine(folder)
+    served.build(data_parallel_size=1, colocate_with=engine, max_model_len=64, max_num_seqs=2)
+    engine.p2p_weight_sync(served, verify_checksums=True)
+    answer = served.generate([[1, 2, 3]], {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True})[0].outputs[0]
+    batch = {"input_ids": torch.tensor([[1, 2, 3, *answer.token_ids]])}
+    batch |= {"attention_mask": torch.ones_like(batch["input_ids"])}
+    expected = engine.forward(batch, next_token_logprobs)[0, 2:-1]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-5, rtol=0)
+    served.release()
     following = engine.train_batch(make_batch(LENGTHS, 1), token_loss, num_counted), engine.state_dict()
     engine.release()
     resumed: Any = RliteTrainEngine(on_meta(causal_lm_class(folder, MixturePolicy), folder))
@@ -251,11 +251,3 @@ def test_expert_parallelism_needs_a_plan_and_a_size_that_divides(path: Path) -> 
 def test_packs_of_a_mixture_are_computed_as_by_transformers_with_gradients(kind: str) -> None:
     config = config_of(kind)
     assert refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
-
-
-def test_a_checkpoint_with_other_names_is_refused_with_a_name(tmp_path: Path) -> None:
-    with quiet_transformers():
-        random_model("qwen3_moe").save_pretrained(tmp_path)
-    engine = RliteTrainEngine(policy_module(tmp_path))
-    with pytest.raises(CheckpointError, match=r"experts\.0\.\w+_proj"):
-        engine.build(tensor_parallel_size=1, data_parallel_size=1)
