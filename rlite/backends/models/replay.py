@@ -33,7 +33,7 @@ from rlite.nn.pretrained import real_tensors, summary
 from rlite.runtime.parallel.context_parallel import ContextShare, pad_to_multiple
 
 TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-"""what configs call the number of experts that a layer chooses for a token"""
+"""names in configs of the number of experts that a layer chooses for a token"""
 
 
 def routing_shape(model: PreTrainedModel) -> RoutingShape | None:
@@ -68,7 +68,7 @@ class Replay:
         self._is_counting = False
         self._has_replayed = False
         self._seen: list[Tensor] = []
-        """of each layer: its choices that differ from the replayed ones, and all that were replayed"""
+        """for each layer, the number of choices that differ from the replayed ones, and of all that were replayed"""
         self._counts: list[Tensor] = []
         """the same for the passes that count"""
         for layer, (name, experts) in enumerate(experts_of(model).items()):

@@ -319,6 +319,11 @@ def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
 def check_tensor_parallel(model: PreTrainedModel, world_size: int, experts: Collection[nn.Module] = ()) -> SplitLayers:
     """Return the layers that serving splits over the ranks.
 
+    Args:
+        model: the model.
+        world_size: number of ranks.
+        experts: modules that are divided otherwise.
+
     Raises:
         ConfigError: heads do not divide; or the model's plan is missing or unknown.
     """

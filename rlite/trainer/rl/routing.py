@@ -1,4 +1,4 @@
-"""Which chosen experts the trainer of a mixture of experts replays: the engine's, its own, or none."""
+"""Replay of chosen experts in the training of a mixture: the engine's choice, the trainer's own, or none."""
 
 from __future__ import annotations
 
