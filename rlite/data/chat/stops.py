@@ -1,14 +1,51 @@
-"""Stops of generated answers: stop strings, end tokens, and the tokens that follow an answer."""
+"""Stops of generated answers: stop strings, end tokens, and the text and tokens that follow an answer."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from rlite.data.chat.template import Tokenizer
+from rlite.data.chat.forms import Message, Messages
+from rlite.data.chat.template import ChatTemplate, Ending, Tokenizer, called_names
 from rlite.data.prompts import bounded_tokens, end_of, special_ids
 from rlite.types import StopReason
+
+
+class AnsweredTurn(Protocol):
+    """A conversation that a model has answered."""
+
+    messages: Messages | None
+    """the conversation"""
+    tools: Any
+    answer: Message | None
+    """the answer as a message"""
+    prompt_text: str
+    """the conversation as the template has rendered it"""
+    text: str
+    """the answer as the model has written it, without its end"""
+
+
+def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Messages, text: str) -> str | None:
+    """Return the part of a rendered conversation after the model's answer in a turn.
+
+    Args:
+        template: the chat template.
+        turn: has messages and an answer.
+        messages: begin with the turn's messages and its answer.
+        text: these messages, rendered.
+
+    Returns:
+        The text that follows the answer, from the template's end of the answer on. None if the text before it differs,
+        other than in white space, from the text that the model has read and written.
+    """
+    if (ending := template.ending) is None:
+        return None
+    end = _end_of(turn.prompt_text + turn.text + ending.closing, text)
+    if end is not None:
+        return ending.closing.rstrip() + text[end:]
+    return _text_after_calls(template, turn, messages, text, ending)
 
 
 def split_at_stop(
@@ -104,3 +141,33 @@ def without_end(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     while end and (tokens[end - 1] in special or not tokenizer.decode(tokens[end - 1 : end]).strip()):
         end -= 1
     return list(tokens[:end])
+
+
+def _text_after_calls(
+    template: ChatTemplate, turn: AnsweredTurn, messages: Messages, text: str, ending: Ending
+) -> str | None:
+    """Return the same part for an answer with calls, which a template may write in other words than the model."""
+    assert turn.messages is not None
+    assert turn.answer is not None
+    answered = messages[: len(turn.messages) + 1]
+    before = template.render(answered, tools=turn.tools, add_generation_prompt=False).removesuffix(ending.tail)
+    names = called_names(turn.answer)
+    if not names or not before.endswith(ending.closing) or not text.startswith(before):
+        return None
+    end = _end_of(turn.prompt_text + turn.answer["content"], before)
+    if end is None or not all(name in before[end:] for name in names):
+        return None
+    return ending.closing + text[len(before) :]
+
+
+def _end_of(beginning: str, text: str) -> int | None:
+    """Return where `beginning` ends in `text`; None if the text does not begin with it, except for white space."""
+    expected, matched = "".join(beginning.split()), 0
+    for piece in re.finditer(r"\S+", text):
+        size = min(len(piece[0]), len(expected) - matched)
+        if piece[0][:size] != expected[matched : matched + size]:
+            return None
+        matched += size
+        if matched == len(expected):
+            return piece.start() + size
+    return None

@@ -14,7 +14,6 @@ Bounds on the second pass of the model, which computes log-probabilities of prom
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
@@ -23,9 +22,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 from pydantic_core.core_schema import custom_error_schema
 
-from rlite.data.chat.forms import Message, Messages
-from rlite.data.chat.stops import tokens_after
-from rlite.data.chat.template import OPTIONAL, ChatTemplate, Ending, Tokenizer, called_names
+from rlite.data.chat.forms import Message
+from rlite.data.chat.stops import text_after, tokens_after
+from rlite.data.chat.template import OPTIONAL, ChatTemplate, Tokenizer
 from rlite.data.prompts import bounded_tokens, raw_prompts
 from rlite.errors import DataError, ParameterError, RliteError, shortened
 from rlite.services.endpoint.recording import Turn
@@ -514,7 +513,7 @@ class ChatPrompts:
         optional = (*OPTIONAL, "'content'")  # a client may send any history; the model reads what the template shows
         self._template.check(messages, text, optional=optional, tools=tools, add_generation_prompt=True)
         for turn in _continued(messages, tools, turns):
-            if (rest := _text_after(self._template, turn, messages, text)) is None:
+            if (rest := text_after(self._template, turn, messages, text)) is None:
                 continue
             tokens, has_same_end = self._after(turn, rest)
             if has_same_end:
@@ -541,55 +540,6 @@ class ChatPrompts:
         has_end = turn.messages is not None and not turn.stop_text
         said, reason = turn.output_ids, turn.finish_reason
         return tokens_after(self.tokenizer, rest, said, reason, self._limit, turn.end_ids, has_end)
-
-
-def _text_after(template: ChatTemplate, turn: Turn, messages: Messages, text: str) -> str | None:
-    """Return the part of a rendered conversation after the model's answer in a turn.
-
-    Args:
-        template: the chat template.
-        turn: has messages and an answer.
-        messages: begin with the turn's messages and its answer.
-        text: these messages, rendered.
-
-    Returns:
-        The text that follows the answer, from the template's end of the answer on. None if the text before it differs,
-        other than in white space, from the text that the model has read and written.
-    """
-    if (ending := template.ending) is None:
-        return None
-    end = _end_of(turn.prompt_text + turn.text + ending.closing, text)
-    if end is not None:
-        return ending.closing.rstrip() + text[end:]
-    return _text_after_calls(template, turn, messages, text, ending)
-
-
-def _text_after_calls(template: ChatTemplate, turn: Turn, messages: Messages, text: str, ending: Ending) -> str | None:
-    """Return the same part for an answer with calls, which a template may write in other words than the model."""
-    assert turn.messages is not None
-    assert turn.answer is not None
-    answered = messages[: len(turn.messages) + 1]
-    before = template.render(answered, tools=turn.tools, add_generation_prompt=False).removesuffix(ending.tail)
-    names = called_names(turn.answer)
-    if not names or not before.endswith(ending.closing) or not text.startswith(before):
-        return None
-    end = _end_of(turn.prompt_text + turn.answer["content"], before)
-    if end is None or not all(name in before[end:] for name in names):
-        return None
-    return ending.closing + text[len(before) :]
-
-
-def _end_of(beginning: str, text: str) -> int | None:
-    """Return where `beginning` ends in `text`; None if the text does not begin with it, except for white space."""
-    expected, matched = "".join(beginning.split()), 0
-    for piece in re.finditer(r"\S+", text):
-        size = min(len(piece[0]), len(expected) - matched)
-        if piece[0][:size] != expected[matched : matched + size]:
-            return None
-        matched += size
-        if matched == len(expected):
-            return piece.start() + size
-    return None
 
 
 def _begins_with(prompt: str, turn: Turn) -> bool:
