@@ -1,4 +1,4 @@
-"""Tiny random mixtures of experts, shaped like released checkpoints, in folders with the names of their own modules."""
+"""Tiny random mixtures of experts, shaped like released checkpoints, in folders as transformers writes them."""
 
 from __future__ import annotations
 
