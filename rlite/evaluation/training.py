@@ -23,7 +23,6 @@ from rlite.help import UNNAMED
 from rlite.rollout.collector.calls import RolloutCollector
 from rlite.rollout.collector.lost_groups import cause_of
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.runtime.storage.atomic import discard
 from rlite.trainer.held_out import KEY, GeneratedOptions, HeldOutPromptOptions, key_of, without_sets
 from rlite.trainer.options import ServingOptions, TrainerOptions
 from rlite.trainer.rl.engines import Engines
@@ -69,10 +68,6 @@ class Evaluations:
     def skip(self) -> None:
         """Evaluate nothing after this step."""
         self._schedule.mark(self.sets)
-
-    def close(self) -> None:
-        """Delete the evaluated model that was not the best."""
-        discard(self.run.folder / EVALUATED)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what `state_dict` returned: the evaluations that had not ended are due.
