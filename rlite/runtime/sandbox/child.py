@@ -326,7 +326,7 @@ class Server:
 
     def __init__(self, channel: BinaryIO, lacking: str) -> None:
         self._channel = channel
-        self._pid = os.getpid()
+        self._pid = self._apart = os.getpid()
         self._runner = asyncio.Runner()
         self._blobs: dict[bytes, bytes] = {}
         self._functions: dict[bytes, tuple[Callable[..., Any], Callable[[Any], Any]]] = {}
@@ -423,7 +423,9 @@ class Server:
             fork = os.fork()
         if fork == 0:
             self._pid = os.getpid()
-            follow_parent(signal.SIGKILL)  # `_lose_channel` has restricted the fork
+            if self._apart != self._pid:  # what fails after a fork is otherwise ignored
+                os._exit(1)
+            follow_parent(signal.SIGKILL)
             os.dup2(writer, self._channel.fileno(), inheritable=False)  # `_lose_channel` has closed the socket
             os.close(writer)
             os.close(reader)
@@ -447,6 +449,7 @@ class Server:
         with contextlib.suppress(OSError):
             os.close(self._channel.fileno())
         restrict()
+        self._apart = os.getpid()
 
     def _say_answer(self, answer: tuple[str, Any]) -> None:
         if os.getpid() != self._pid:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlite import files
-from rlite.errors import ConfigError, writing
+from rlite.errors import ConfigError, UnknownOptionError, did_you_mean, writing
+from rlite.trainer.options import SINKS, missing_sink
 
 
 class MetricSink(Protocol):
@@ -223,13 +224,16 @@ def _is_taken(run: Run, trackio: Any) -> bool:
 def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
     """Open sinks by name: `jsonl`, `tensorboard`, `wandb`, `trackio`. If one fails, none stays open.
 
-    Args:
-        names: names that the run's options have accepted, with their packages.
-        run: the run.
-
     Returns:
         The sinks as one.
+
+    Raises:
+        UnknownOptionError: a name is unknown.
+        ConfigError: a package is missing; the message names the extra to install.
     """
+    for name in names:
+        if name not in SINKS:
+            raise UnknownOptionError(f"unknown metric sink {name!r}; {did_you_mean(name, SINKS)}")
     openers = [_opener(name) for name in names]
     with contextlib.ExitStack() as stack:
         sinks = []
@@ -248,9 +252,19 @@ _PACKAGES: dict[str, tuple[Callable[[Run, Any], MetricSink], str]] = {
 
 
 def _opener(name: str) -> Callable[[Run], MetricSink]:
-    """Return the class of a sink, with the package that it needs."""
+    """Return the class of a sink, with the package that it needs.
+
+    Raises:
+        ConfigError: the package is missing.
+        ModuleNotFoundError: the package lacks another one.
+    """
     if name == "jsonl":
         return JsonlSink
     sink_class, package = _PACKAGES[name]
-    module = importlib.import_module(package)
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name:
+            raise
+        raise ConfigError(missing_sink(name)) from error
     return lambda run: sink_class(run, module)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlite.errors import ConfigError, StorageError
+from rlite.errors import ConfigError, StorageError, UnknownOptionError
 from rlite.services.console.sinks import JsonlSink, MetricSinks, Run, drop_later_lines, open_sinks, read_metrics
 
 
@@ -54,6 +54,23 @@ def test_sinks_are_opened_by_name_and_resume_together(tmp_path: Path) -> None:
             sinks.log(step, {"loss": float(step)})
         sinks.close()
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    with pytest.raises(UnknownOptionError, match="'tensorbord'; did you mean 'tensorboard'"):
+        open_sinks(["jsonl", "tensorbord"], Run(directory=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+def test_an_absent_package_is_an_error_that_names_its_extra(name: str, tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        f"sys.modules[{name!r}] = None\n"
+        "from rlite.errors import ConfigError\n"
+        "from rlite.services.console.sinks import Run, open_sinks\n"
+        f"try: open_sinks(['jsonl', {name!r}], Run(directory=pathlib.Path({str(tmp_path)!r})))\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert f"pip install 'rlite[{name}]'" in shown
+    assert not (tmp_path / "metrics.jsonl").exists(), "nothing is opened when one cannot be"
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
