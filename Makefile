@@ -14,7 +14,8 @@ SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py d
 # test files are distributed to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
 # one thread each, and threads of tests that ask for more sleep when idle: they would spin on cores that others need
-DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+# a process of tests that has died is not replaced: what killed it may kill the next one
+DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEALT)
 # a quarter of the examples of property tests
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick

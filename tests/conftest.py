@@ -85,3 +85,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure at once: a run that is stopped from outside prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        reason = report.longreprtext.splitlines()[-12:]
+        print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)", *reason, sep="\n", flush=True)

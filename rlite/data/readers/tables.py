@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -121,7 +122,8 @@ def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Itera
         SandboxError: the reader's process failed.
     """
     is_kept = kind == "parquet" and bool(options)  # a few rows at a time, and often
-    keywords = {"kind": kind, "path": path, "where": where, "options": list(options)}
+    there = os.path.abspath(path) if is_kept else path  # a kept process may have begun in another folder
+    keywords = {"kind": kind, "path": there, "where": where, "options": list(options)}
     failure = yield from stream(send, f"the reader of {path}", is_kept, **keywords)
     match failure:
         case None:

@@ -380,6 +380,7 @@ def read_part_aside(part: Part) -> Rows:
         FileNotFoundError: the file is not there.
         DataError: the file cannot be read, or its reader was killed, with the reason.
     """
+    part = part._replace(path=part.path.absolute())  # the other process may have begun in another folder
     call = Call(_CODE, cloudpickle.dumps({"part": part}), SECONDS, MEMORY)
     try:
         match shared_pool(1).submit(call).result():

@@ -123,13 +123,13 @@ class Checkpoints:
         self.finish()
         path = self._folder / f"step-{step}"
         self._delete(path)  # of a run that was given up: its critic must not stand beside this one
+        self._newest = step  # first: if a write fails, `finish` deletes this one
+        self._own.append(step)
         for name, other in beside.items():
             in_order = other.group.handles[0].process == engine.group.handles[0].process  # one after the other
             self.under_way.append(other.save_state(_beside(path, name), self._is_asynchronous and in_order))
         facts = {"step": step, "beside": [*beside], **facts}
         self.under_way.append(engine.save_state(path, self._is_asynchronous, kept, **facts))
-        self._newest = step
-        self._own.append(step)
         if not self._is_asynchronous:
             self.finish()
 

@@ -16,6 +16,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from rlite.runtime.sandbox import child
 from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.confine import Instruction, filter_program, passed_environment, version
 from rlite.runtime.sandbox.pool import SandboxPool
@@ -119,6 +120,26 @@ def ordinary_work(folder: str) -> list[str]:
 def test_ordinary_work_of_a_process_goes_on(pool: SandboxPool, tmp_path: Path) -> None:
     done = ["thread"] * 3 + ["fork 0", "spawn 0", "killed -9", "killed -9", "hello", "text"]
     assert run(pool, ordinary_work, folder=str(tmp_path)) == done
+
+
+class Unrestricting:
+    """Arguments that make `restrict` fail in the process that unpickles them."""
+
+    def __reduce__(self) -> Any:
+        return setattr, (child, "restrict", lambda: 1 / 0)
+
+
+def test_a_fork_that_could_not_be_restricted_does_no_work(pool: SandboxPool, tmp_path: Path) -> None:
+    def work(made: str, file: str, **others: Any) -> None:
+        exec(made)
+        Path(file).touch()
+
+    code = Code.of(work)
+    code.num_forks = 1
+    arguments = {"made": "", "file": str(tmp_path / "file"), "others": Unrestricting()}
+    with pytest.raises(SandboxError, match="ended"):
+        pool.submit(Call(code, cloudpickle.dumps(arguments), 60)).result(60)
+    assert not (tmp_path / "file").exists()
 
 
 @needs_file_rules

@@ -106,6 +106,13 @@ def test_the_process_reads_what_this_process_would_read(run: Path, schema: pa.Sc
         read_part_aside(Part(run / "none", schema, ALL, last_first))
 
 
+def test_a_relative_path_is_that_of_this_process(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part(run / "record" / "train-00000001.rows.parquet", ROWS)
+    expected, _ = read_part_aside(part)  # in a process that begins here
+    monkeypatch.chdir(run)
+    assert read_part_aside(part._replace(path=part.path.relative_to(run)))[0] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

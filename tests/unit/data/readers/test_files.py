@@ -38,6 +38,15 @@ def test_rows_are_read_in_windows_and_again_by_their_places(name: str, tmp_path:
     assert file.read([places[number] for number in (0, 3, 21, 49)]) == [ROWS[number] for number in (0, 3, 21, 49)]
 
 
+def test_a_relative_path_is_that_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "x.parquet")
+    [first] = open_files(Source(str(tmp_path / "x.parquet")))
+    assert first.read([3]) == [ROWS[3]], "in a kept process that begins here"
+    monkeypatch.chdir(tmp_path)
+    [file] = open_files(Source("x.parquet"))
+    assert file.read([5]) == [ROWS[5]]
+
+
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     for text, message in ((b'{"a": 1}\n\n{"a": \n', "not valid JSON"), (b'{"a": 1}\n\n[1]\n', "expected an object")):

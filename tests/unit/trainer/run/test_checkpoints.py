@@ -1,9 +1,10 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlite.config import load
-from rlite.errors import CheckpointError
+from rlite.errors import CheckpointError, WorkerError
 from rlite.runtime.storage.atomic import MANIFEST
 from rlite.trainer.run.checkpoints import Checkpoints
 from rlite.trainer.run.training_run import TrainingRun
@@ -37,3 +38,38 @@ def test_resumed_run_that_saves_nothing_deletes_leftovers_of_a_killed_one(tmp_pa
     run.open()
     run.close()
     assert sorted(path.name for path in state.iterdir()) == ["step-9", "step-9-critic"]
+
+
+class Writing:
+    def __init__(self, path: Path, *, is_full: bool) -> None:
+        self._path, self._is_full = path, is_full
+
+    def result(self) -> None:
+        if self._is_full:
+            raise CheckpointError(f"{self._path}: could not be written")
+        self._path.mkdir()
+
+
+class Disk:
+    """An engine whose checkpoints fill the disk, and another one that cannot begin to write them."""
+
+    group = SimpleNamespace(handles=[SimpleNamespace(process=1)])
+    is_full = is_lost = False
+
+    def save_state(self, path: Path, *args: object, **facts: object) -> Writing:
+        if self.is_lost:
+            raise WorkerError("rank 0 has ended")
+        return Writing(path, is_full=self.is_full)
+
+
+def test_two_failures_of_one_checkpoint_leave_the_one_before(tmp_path: Path):
+    engine, critic = Disk(), Disk()
+    checkpoints = Checkpoints(tmp_path, keep=1, wanted=None, is_asynchronous=True)
+    checkpoints.save(1, engine, {"critic": critic}, {})
+    checkpoints.finish()
+    critic.is_full = engine.is_lost = True
+    with pytest.raises(WorkerError):
+        checkpoints.save(2, engine, {"critic": critic}, {})
+    with pytest.raises(CheckpointError, match="step-2-critic: could not be written"):
+        checkpoints.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-1-critic"]
