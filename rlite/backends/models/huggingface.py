@@ -260,7 +260,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
         check_not_split(self, f"tp_size={size}", "tp_size=1")
         check_split(self, size, divided_apart(self))
-        check_split(self, size, divided_apart(self))
 
     def check_context_parallel(self, size: int) -> None:
         """Raise ConfigError if the tokens of a sequence cannot be divided over `size` ranks."""
