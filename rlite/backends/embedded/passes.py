@@ -1,6 +1,6 @@
 """Forward passes of one worker: prefill, and bursts of decode steps.
 
-With `deterministic=true`, a request's bits do not depend on the rest of the batch. Llama, Qwen2 and Qwen3 in float32 on
+With `deterministic=true`, a request's bits do not depend on the rest of the batch. Llama, Qwen2, Qwen3 and Qwen3-MoE in float32 on
 CPU are computed by `models.batch_invariant`, in any shape and with the bits of training. Other models are computed in
 fixed shapes: a kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. A decode step
 computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A prompt is prefilled BLOCK tokens of
