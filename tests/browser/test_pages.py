@@ -403,7 +403,9 @@ def test_a_mixture_shows_load_per_expert_dropped_experts_and_auxiliary_loss(
 ) -> None:
     metrics = {"load_max": 3.5, "load_min": 0.0, "auxiliary_loss": 1.25, "idle_share": 0.5, "dropped_share": 0.25}
     metrics |= {f"load/{number:03d}": 2.0 - number / 40 for number in range(num_experts)}
-    lines = [{"step": step, "loss": 1.0, **{f"moe/{name}": value for name, value in metrics.items()}} for step in (1, 2)]
+    lines = [
+        {"step": step, "loss": 1.0, **{f"moe/{name}": value for name, value in metrics.items()}} for step in (1, 2)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with serving([str(tmp_path)]) as url:
         page = chromium.page()

@@ -53,9 +53,7 @@ class RolloutMemory:
         return self.weights + self.kv_cache
 
 
-def rollout_memory(
-    options: RolloutPlanOptions, model: Any, device_memory_gib: float | None
-) -> RolloutMemory:
+def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: float | None) -> RolloutMemory:
     """Return the memory that a replica takes on each of its devices.
 
     Executor torch allocates a slot of `max_model_len` tokens for each of `max_num_seqs` sequences, as far as they fit.
@@ -81,7 +79,11 @@ def rollout_memory(
     weights, layers = _on_device(model, attention_layers(cls, config), options)
     shape = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers).cache_shape(1)
     state = recurrent_bytes(cls, config, dtype) if find_mixers(model) else 0
-    length, per_sequence, weights = shape.max_len, shape.slot_elements * dtype.itemsize + state, weights * dtype.itemsize
+    length, per_sequence, weights = (
+        shape.max_len,
+        shape.slot_elements * dtype.itemsize + state,
+        weights * dtype.itemsize,
+    )
     num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
     if device_memory_gib is not None:
         room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights

@@ -169,5 +169,7 @@ def test_a_missing_expert_is_named_with_its_conversion_before_a_process_starts(
     del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr(Session, "place", lambda *args, **kwargs: pytest.fail("devices were taken"))
-    with pytest.raises(CheckpointError, match=r"by MergeModulelist and Concatenate.* no tensor matches mlp.experts.5.up"):
+    with pytest.raises(
+        CheckpointError, match=r"by MergeModulelist and Concatenate.* no tensor matches mlp.experts.5.up"
+    ):
         build(path, role)

@@ -244,7 +244,9 @@ def test_expert_parallelism_needs_a_release_of_transformers_that_has_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "apply_expert_parallelism", None)
-    with pytest.raises(ConfigError, match=r"ep_size=2: transformers .* pip install 'transformers>=5\.22', or use ep_si"):
+    with pytest.raises(
+        ConfigError, match=r"ep_size=2: transformers .* pip install 'transformers>=5\.22', or use ep_si"
+    ):
         check_expert_parallel(policy_module(path), 2)
 
 

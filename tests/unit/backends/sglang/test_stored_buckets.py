@@ -57,5 +57,7 @@ def test_buckets_are_converted_if_tensors_have_other_forms_under_the_same_names(
     buckets = make_buckets({"up": (matrix.dtype, (2, 3))})
     buckets[0].shards()["up"].tensor.copy_(matrix)
     held = Leaf("up", (2, 3))
-    conversion = Conversion([Group({"up": Transposed(Leaf("up", (3, 2)), 0, 1)}, {"up": Transposed(held, 0, 1)})], [], [])
+    conversion = Conversion(
+        [Group({"up": Transposed(Leaf("up", (3, 2)), 0, 1)}, {"up": Transposed(held, 0, 1)})], [], []
+    )
     assert torch.equal(contents(list(stored_buckets(buckets, conversion)))["up"], matrix.T)
