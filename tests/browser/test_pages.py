@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.browser.chromium import Browser
 
 SHAPE = Shape(steps=6, groups=6, samples=4, thoughts=5)
+MIXTURE_CHARTS = ("Load of experts", "Experts without tokens", "Auxiliary loss", "Load per expert")
 PAGES = ["overview", "rollouts", "sample", "sample?tab=tokens", "sample?tab=siblings", "compare", "timeline", "ledger"]
 
 
@@ -393,6 +394,29 @@ def test_a_supervised_run_shows_its_held_out_loss(chromium: Browser, tmp_path: P
         page.goto(f"{url}#/rollouts")
         chromium.wait_until_shown(page, "#/rollouts")
         assert "trainer.record" not in page.locator("main").inner_text()
+        page.context.close()
+
+
+@pytest.mark.parametrize(("num_experts", "shown"), [(8, range(8)), (40, [*range(8), *range(32, 40)])])
+def test_a_mixture_shows_load_per_expert_dropped_experts_and_auxiliary_loss(
+    chromium: Browser, tmp_path: Path, num_experts: int, shown: Any
+) -> None:
+    metrics = {"load_max": 3.5, "load_min": 0.0, "auxiliary_loss": 1.25, "idle_share": 0.5, "dropped_share": 0.25}
+    metrics |= {f"load/{number:03d}": 2.0 - number / 40 for number in range(num_experts)}
+    lines = [
+        {"step": step, "loss": 1.0, **{f"moe/{name}": value for name, value in metrics.items()}} for step in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(url)
+        chromium.wait_until_shown(page, "")
+        legend = {title: page.locator(f'[data-chart="{title}"] .u-legend').inner_text() for title in MIXTURE_CHARTS}
+        assert "3.5" in legend["Load of experts"]
+        assert "0.25" in legend["Experts without tokens"]
+        assert "1.25" in legend["Auxiliary loss"]
+        labels = page.locator('[data-chart="Load per expert"] .u-label').all_inner_texts()
+        assert [label for label in labels if "expert" in label] == [f"expert {number}" for number in shown]
         page.context.close()
 
 

@@ -24,6 +24,7 @@ from rlite.backends.models.lora import merge_adapter
 from rlite.config import load
 from rlite.data.sft import preference_rows, sft_rows
 from rlite.errors import CheckpointError
+from rlite.runtime.storage import huggingface
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.rm import RmTrainer
 from rlite.trainer.sft import SftTrainer
@@ -174,4 +175,15 @@ def test_an_export_without_the_source_names_the_remedy(tmp_path: Path) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     engine.save(tmp_path / "out")
     assert not difference(tensors_in(tmp_path / "out"), tensors)
+    engine.release()
+
+
+def test_an_export_writes_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface, "MAX_FILE_BYTES", 1)
+    model = stored("deepseek_v3", tmp_path / "model")  # its routers have buffers
+    engine = RliteTrainEngine(policy_module(model))
+    engine.build()
+    engine.save(tmp_path / "out")
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) == len(tensors_in(model))
+    assert not difference(tensors_in(tmp_path / "out"), tensors_in(model))
     engine.release()

@@ -12,23 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rlite import config
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
 from rlite.assembly.plans import expert_parallel_plan
 from rlite.backends.embedded.cache import CacheSizes, EmbeddedOptions
 from rlite.backends.fsdp2.options import Fsdp2Options
-from rlite.backends.models.experts import check_expert_parallel, experts_of
-from rlite.backends.models.layout import attention_layers, equal_layers
+from rlite.backends.models.experts import check_expert_parallel, divided_apart, experts_of
+from rlite.backends.models.layout import AttentionLayers, attention_layers, recurrent_bytes
+from rlite.backends.models.mixers import check_not_split, find_mixers
+from rlite.backends.models.stored import transformers_class
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
-from rlite.runtime.parallel.tensor import check_heads
+from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
@@ -50,9 +53,7 @@ class RolloutMemory:
         return self.weights + self.kv_cache
 
 
-def rollout_memory(
-    options: RolloutPlanOptions, config: PreTrainedConfig, num_parameters: int, device_memory_gib: float | None
-) -> RolloutMemory:
+def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: float | None) -> RolloutMemory:
     """Return the memory that a replica takes on each of its devices.
 
     Executor torch allocates a slot of `max_model_len` tokens for each of `max_num_seqs` sequences, as far as they fit.
@@ -61,8 +62,7 @@ def rollout_memory(
 
     Args:
         options: options of the engine.
-        config: config of the model.
-        num_parameters: parameters of the model.
+        model: the model, on meta.
         device_memory_gib: memory of one device; None if it is not known.
 
     Raises:
@@ -71,16 +71,19 @@ def rollout_memory(
     known = registered_executors("inference")
     if options.executor not in known:
         raise ConfigError(f"rollout.executor={options.executor}: {did_you_mean(options.executor, known)}")
-    check_heads(config, options.tp_size)
+    config: PreTrainedConfig = model.config
     is_embedded, dtype = options.executor == "torch", getattr(torch, options.dtype)
     longest = config.get_text_config().max_position_embeddings
     length = options.max_model_len or (None if is_embedded else longest)
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    found = equal_layers(config) if cls is None else attention_layers(cls, config)
-    layers = {index: layer.split(options.tp_size) for index, layer in found.items()}
+    cls = transformers_class(model) or type(model)
+    weights, layers = _on_device(model, attention_layers(cls, config), options)
     shape = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers).cache_shape(1)
-    length, per_sequence = shape.max_len, shape.slot_elements * dtype.itemsize
-    weights = num_parameters * dtype.itemsize // options.tp_size
+    state = recurrent_bytes(cls, config, dtype) if find_mixers(model) else 0
+    length, per_sequence, weights = (
+        shape.max_len,
+        shape.slot_elements * dtype.itemsize + state,
+        weights * dtype.itemsize,
+    )
     num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
     if device_memory_gib is not None:
         room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights
@@ -94,6 +97,27 @@ def rollout_memory(
                 "rollout.max_model_len"
             )
     return RolloutMemory(weights=weights, kv_cache=cache, num_seqs=num_seqs, max_model_len=length)
+
+
+def _on_device(model: Any, layers: AttentionLayers, options: RolloutPlanOptions) -> tuple[int, AttentionLayers]:
+    """Return the number of parameters on one device of a replica, and its attention layers.
+
+    Executor torch leaves experts whole, and attention that the plan of the architecture does not split.
+
+    Raises:
+        ConfigError: the sizes do not divide the model.
+    """
+    size, whole, whole_heads = options.tp_size, set[Any](), set[int]()
+    if options.executor != "torch":
+        check_heads(model.config, size)
+    elif size > 1:
+        check_not_split(model, f"rollout.tp_size={size}", "rollout.tp_size=1")
+        split = check_tensor_parallel(model, size, divided_apart(model))
+        whole_heads = split.layers_of_whole_heads(model)
+        whole = {p for part in (*experts_of(model).values(), *split.whole.values()) for p in part.parameters()}
+    total, kept = (sum(parameter.numel() for parameter in each) for each in (model.parameters(), whole))
+    own = {index: layer.split(1 if index in whole_heads else size) for index, layer in layers.items()}
+    return kept + (total - kept) // size, own
 
 
 ADAMW_STATES, MUON_STATES = 2, 1
@@ -123,7 +147,7 @@ def plan(options: PlanConfig) -> dict[str, str]:
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     rollout = None
     if options.rollout is not None:
-        rollout = rollout_memory(options.rollout, module.config, num_parameters, options.device_memory_gib)
+        rollout = rollout_memory(options.rollout, module, options.device_memory_gib)
     dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
     try:
         mesh = make_mesh("cpu", range(options.num_devices), 0, dims)

@@ -43,9 +43,9 @@ class EmbeddedOptions(ExecutorOptions):
     """on one GPU, capture decode steps as CUDA graphs and replay them; needs some memory beside weights and KV cache"""
     deterministic: bool = False
     """a request with a seed gets bit-identical results, independent of other requests, at a lower speed. For Llama,
-    Qwen2 and Qwen3 in float32 on CPU, log-probabilities also have the bits of a train engine with deterministic=true.
-    Not covered for other models: requests whose cache is recomputed, because weights were written, the engine was
-    offloaded, or a replica was lost"""
+    Qwen2, Qwen3 and Qwen3-MoE in float32 on CPU, log-probabilities also have the bits of a train engine with
+    deterministic=true. Not covered for other models: requests whose cache is recomputed, because weights were written,
+    the engine was offloaded, or a replica was lost"""
 
 
 CONTEXT_LIMIT = 4096

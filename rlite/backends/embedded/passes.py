@@ -1,12 +1,12 @@
 """Forward passes of one worker: prefill, and bursts of decode steps.
 
-With `deterministic=true`, a request's bits do not depend on the rest of the batch. Llama, Qwen2 and Qwen3 in float32 on
-CPU are computed by `models.batch_invariant`, in any shape and with the bits of training. Other models are computed in
-fixed shapes: a kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. A decode step
-computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A prompt is prefilled BLOCK tokens of
-one sequence at a time, from multiples of BLOCK. Attention reads as many blocks as a sequence needs, and sampling
-processes one row at a time. A kernel may still treat the rows of one shape differently; `check_rows` tests this
-machine's kernels.
+With `deterministic=true`, a request's bits do not depend on the rest of the batch. Llama, Qwen2, Qwen3 and Qwen3-MoE in
+float32 on CPU are computed by `models.batch_invariant`, in any shape and with the bits of training. Other models are
+computed in fixed shapes: a kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. A
+decode step computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A prompt is prefilled
+BLOCK tokens of one sequence at a time, from multiples of BLOCK. Attention reads as many blocks as a sequence needs, and
+sampling processes one row at a time. A kernel may still treat the rows of one shape differently; `check_rows` tests
+this machine's kernels.
 
 Decode steps captured as CUDA graphs, so that a small model's step costs no kernel launches.
 

@@ -155,10 +155,7 @@ def export(module: BaseTrainModule, path: Path, form: StoredForm, is_writer: boo
     trained: dict[str, Tensor] = {}
     if isinstance(module, LoraTrainModule) and module.lora is not None:
         trained = {name: fsdp.full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
-    tensors = chain(
-        ((name, fsdp.full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters()),
-        stored_buffers(module).items(),
-    )
+    tensors = ((name, fsdp.full_tensor(module.served_parameter(name, p))) for name, p in module.named_parameters())
     served = (out for name, full in tensors if (out := module.postprocess_named_parameter(name, full)))
     try:
         if is_writer:
@@ -315,7 +312,8 @@ class Fsdp2Worker(BatchRunner):
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`. Call `served_shards` first."""
         own = self._own_names[name]
-        if (buffer := stored_buffers(self.module).get(own)) is not None:
+        owner, _, attribute = own.rpartition(".")
+        if (buffer := self.module.get_submodule(owner)._buffers.get(attribute)) is not None:
             return buffer
         parameter = self.module.served_parameter(own, self.module.get_parameter(own))
         out = self.module.postprocess_named_parameter(own, fsdp.full_tensor(parameter))

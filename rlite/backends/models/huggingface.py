@@ -260,7 +260,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         """Raise ConfigError if the model's own plan cannot split it over `size` ranks."""
         check_not_split(self, f"tp_size={size}", "tp_size=1")
         check_split(self, size, divided_apart(self))
-        check_split(self, size, divided_apart(self))
 
     def check_context_parallel(self, size: int) -> None:
         """Raise ConfigError if the tokens of a sequence cannot be divided over `size` ranks."""
@@ -290,8 +289,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         check_balance(model, options.router_aux_loss_coef, options.router_bias_update_rate)
         if options.ep_size > 1:
             experts.check_expert_parallel(model, options.ep_size)
-        if options.deterministic and options.tp_size > 1 and experts_of(model):
-            raise ConfigError(f"deterministic=true: experts are not served by tp_size={options.tp_size}; use tp_size=1")
 
     def prepare_experts(self, mesh: TrainMesh, options: Any) -> list[nn.Module]:
         """Divide the experts of the module, and observe their routers; see `rlite.backends.models.experts`.

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.models.attention import Softmax, attention, no_mask
+from rlite.backends.models.mixers import Mixer, Mixing, install_mixers, mixing
 from rlite.nn.pretrained import real_tensors
 from rlite.runtime.parallel.tensor import attention_shape
 
@@ -76,14 +77,51 @@ def attention_layers(cls: type[PreTrainedModel], config: PreTrainedConfig) -> At
 def _noted(cls: type[PreTrainedModel], config: PreTrainedConfig) -> AttentionLayers | None:
     notes = _Notes()
     try:
-        with real_tensors(), FakeTensorMode(), torch.no_grad():
-            # other implementations read how many tokens each expert has
-            model = cls._from_config(deepcopy(config), experts_implementation="batched_mm").eval()
-            with attention(model.config, NOTING):
-                model.base_model(input_ids=torch.ones(1, 1, dtype=torch.long), use_cache=False, notes=notes)
+        _compute(cls, config, notes)
     except Exception:  # of any kind: the class's own code
         return None
     return notes.layers
+
+
+def recurrent_bytes(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """Return the size of the recurrent state of one sequence; 0 if no layer keeps any.
+
+    Args:
+        cls: the transformers class.
+        config: the model's config.
+        dtype: dtype of the model.
+    """
+    states = _States()
+    _compute(cls, config, _Notes(), dtype, states)
+    return states.nbytes
+
+
+def _compute(
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    notes: _Notes,
+    dtype: torch.dtype | None = None,
+    states: _States | None = None,
+) -> None:
+    """Run one token through a model without storage."""
+    with real_tensors(), FakeTensorMode(), torch.no_grad():
+        # other implementations read how many tokens each expert has
+        model = cls._from_config(deepcopy(config), dtype=dtype, experts_implementation="batched_mm").eval()
+        install_mixers(model)
+        with attention(model.config, NOTING), mixing(states):
+            model.base_model(input_ids=torch.ones(1, 1, dtype=torch.long), use_cache=False, notes=notes)
+
+
+class _States(Mixing):
+    """The size of the states after one token."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        output, state = mixer.run(hidden_states)
+        self.nbytes += sum(tensor.nbytes for tensor in state.values())
+        return output
 
 
 class _Notes:

@@ -232,7 +232,7 @@ def _cache_argument(module: nn.Module) -> str | None:
     """Return the name of the argument for the cache, None if the module is no known mixer."""
     if "layer_idx" not in vars(module) or not any(isinstance(child, nn.Conv1d) for child in module.children()):
         return None
-    first, *others = inspect.signature(module.forward).parameters.values()
+    _, first, *others = inspect.signature(type(module).forward).parameters.values()
     needed = [p for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names = {p.name for p in others}
     if first.name != "hidden_states" or {p.name for p in needed} - {*CACHE_ARGUMENTS}:

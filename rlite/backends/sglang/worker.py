@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlite.backends.models.conversion import Conversion
+from rlite.backends.models.expressions import Leaf
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
@@ -83,9 +84,8 @@ def stored_buckets(buckets: list[Bucket], conversion: Conversion) -> Iterator[Bu
         buckets: buckets of parameters. Each is forgotten when its tensors have been read.
         conversion: conversion of parameters into stored tensors.
     """
-    if all(
-        held == stored for group in conversion.groups for held, stored in zip(group.held, group.stored, strict=False)
-    ):
+    forms = ((name, form) for group in conversion.groups for name, form in group.stored.items())
+    if all(isinstance(form, Leaf) and form.name == name for name, form in forms):
         yield from buckets
         return
     waiting: dict[str, Tensor] = {}

@@ -19,7 +19,13 @@ const CHARTS = [
   ["KL", ["kl"], "to the reference model"],
   ["Entropy", ["entropy"], "nats per token"],
   ["Gradient norm", ["grad_norm"], ""],
+  ["Load of experts", ["moe/load_max", "moe/load_min"], "largest and smallest in any layer, in even loads"],
+  ["Experts without tokens", ["moe/idle_share", "moe/dropped_share"], "share: in one batch; in 20 optimizer steps (dropped)"],
+  ["Auxiliary loss", ["moe/auxiliary_loss"], "without its factor; 1 is an even load"],
+  ["Replayed choices", ["moe/replay_differs"], "share that the policy would not repeat"],
 ];
+const EXPERT = /^moe\/load\/(\d+)$/;
+const MOST_EXPERTS = 16; // lines in the chart of experts
 const EVALUATED = /(^|\/)(test_)?accuracy$/;
 const HELD_OUT_LOSS = /(^|\/)test_loss$/;
 const PHASE_COLORS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#64748b", "#0891b2", "#8d6e1f", "#d6336c"];
@@ -78,6 +84,7 @@ function chartsOf(found, more) {
     lossChart(found),
     metricChart("Training accuracy", ["accuracy"], "share of pairs that the model orders rightly", found.filter((each) => !isHeldOut("accuracy", each.run))),
     ...CHARTS.map(([title, metrics, note]) => metricChart(title, metrics, note, found)),
+    ...found.map((each) => expertsChart(each, several)),
     ...found.map((each) => phaseChart(each, several)),
     ...found.map((each) => statusChart(each, several)),
     ...more.map((name) => metricChart(name, [name], "", found)),
@@ -85,7 +92,7 @@ function chartsOf(found, more) {
 }
 
 function picked(run) {
-  return run.metrics.filter((name) => EVALUATED.test(name) || HELD_OUT_LOSS.test(name) || name.endsWith("standard_error") || name.startsWith("reward/"));
+  return run.metrics.filter((name) => EVALUATED.test(name) || HELD_OUT_LOSS.test(name) || name.endsWith("standard_error") || name.startsWith("reward/") || EXPERT.test(name));
 }
 
 function problems(run) {
@@ -210,6 +217,16 @@ function metricChart(title, metrics, note, found) {
     ...each.series[name],
   })));
   return lineChart(title, lines, { note });
+}
+
+// The load of each expert, or of those with the largest and the smallest load at the end.
+function expertsChart(each, several) {
+  const all = Object.entries(each.series).filter(([name]) => EXPERT.test(name))
+    .map(([name, points]) => ({ label: `expert ${Number(EXPERT.exec(name)[1])}`, ...points, last: points.values.findLast((value) => value !== null) }));
+  const cut = Math.max(0, all.length - MOST_EXPERTS);
+  const kept = new Set(all.toSorted((a, b) => b.last - a.last).toSpliced(MOST_EXPERTS / 2, cut));
+  const note = `mean over layers, in even loads${cut ? `; ${MOST_EXPERTS} of ${all.length} experts: the most and the least loaded` : ""}`;
+  return lineChart(several ? `Load per expert: ${each.run.name}` : "Load per expert", all.filter((line) => kept.has(line)), { note });
 }
 
 function phaseChart(each, several) {

@@ -18,6 +18,7 @@ from rlite.errors import CheckpointError
 from rlite.runtime.cluster.session import Session
 from rlite.trainer.model.modules import critic_module, policy_module
 from tests.integration.worlds import world
+from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -157,3 +158,18 @@ def test_a_tensor_that_does_not_fit_is_named_before_a_process_starts(
     monkeypatch.setattr(Session, "place", lambda *args, **kwargs: pytest.fail("devices were taken"))
     with pytest.raises(CheckpointError, match=message):
         build(written(tmp_path, change), role)
+
+
+@pytest.mark.parametrize("role", ["serve", "train"])
+def test_a_missing_expert_is_named_with_its_conversion_before_a_process_starts(
+    tmp_path: Path, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build_mixture_dir(tmp_path / "model", "qwen3_moe")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(Session, "place", lambda *args, **kwargs: pytest.fail("devices were taken"))
+    with pytest.raises(
+        CheckpointError, match=r"by MergeModulelist and Concatenate.* no tensor matches mlp.experts.5.up"
+    ):
+        build(path, role)

@@ -15,6 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, gathered
+from rlite.backends.models import experts
 from rlite.backends.models.architecture import refusal
 from rlite.backends.models.experts import check_expert_parallel, corrects
 from rlite.backends.models.lora import merge_adapter
@@ -216,7 +217,8 @@ def test_a_poisoned_router_and_a_dropped_expert_are_seen(path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ep_size": 3}, "no whole solution"),
+        ({"ep_size": 3}, "no whole solution: choose an ep_size that divides 1"),
+        ({"ep_size": 3, "tensor_parallel_size": 3}, "ep_size=3 does not divide the 8 experts .* choose a divisor of 8"),
         ({"router_bias_update_rate": 0.1}, "the routers of 'qwen3_moe' have no correction bias"),
         ({"experts_implementation": "grouped_mm", "param_dtype": "float64"}, "does not compute in float64"),
     ],
@@ -224,7 +226,7 @@ def test_a_poisoned_router_and_a_dropped_expert_are_seen(path: Path) -> None:
 def test_options_that_do_not_fit_are_refused_before_a_process_starts(path: Path, options: Any, message: str) -> None:
     engine = RliteTrainEngine(policy_module(path))
     with pytest.raises(ConfigError, match=message):
-        engine.build(tensor_parallel_size=1, data_parallel_size=1, **options)
+        engine.build(**{"tensor_parallel_size": 1, "data_parallel_size": 1, **options})
     assert not engine.is_built
 
 
@@ -236,6 +238,16 @@ def test_options_of_experts_are_refused_for_a_dense_model(tmp_path: Path) -> Non
             engine.build(tensor_parallel_size=1, data_parallel_size=1, **option)
     with pytest.raises(ConfigError, match="'qwen2' has no experts to divide"):
         check_expert_parallel(policy_module(folder), 2)
+
+
+def test_expert_parallelism_needs_a_release_of_transformers_that_has_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "apply_expert_parallelism", None)
+    with pytest.raises(
+        ConfigError, match=r"ep_size=2: transformers .* pip install 'transformers>=5\.22', or use ep_si"
+    ):
+        check_expert_parallel(policy_module(path), 2)
 
 
 def test_expert_parallelism_needs_a_plan_and_a_size_that_divides(path: Path) -> None:

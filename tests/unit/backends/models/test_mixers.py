@@ -259,6 +259,7 @@ def test_every_adapter_has_a_gradient_and_layers_that_are_not_called_get_none(
 
     replace_parameters(model, make)
     install_mixers(model)
+    assert sorted({name.rpartition(".")[2] for name in layers_read_raw(model)}) == expected
     packed_logits(model, documents([9, 4])).square().sum().backward()
     adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
     assert adapters

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlite.backends.models.conversion import Conversion, Group
+from rlite.backends.models.expressions import Leaf, Transposed
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.sglang import worker
 from rlite.backends.sglang.worker import Bucket, make_buckets, stored_buckets
@@ -48,3 +50,14 @@ def test_buckets_of_a_checkpoint_with_the_model_s_own_names_are_sent_as_they_are
     buckets = staged(model)
     sent = list(stored_buckets(buckets, StoredCheckpoint(model, tmp_path).conversion))
     assert [one.flat.data_ptr() for one in sent] == [other.flat.data_ptr() for other in buckets]
+
+
+def test_buckets_are_converted_if_tensors_have_other_forms_under_the_same_names() -> None:
+    matrix = torch.arange(6.0).view(2, 3)
+    buckets = make_buckets({"up": (matrix.dtype, (2, 3))})
+    buckets[0].shards()["up"].tensor.copy_(matrix)
+    held = Leaf("up", (2, 3))
+    conversion = Conversion(
+        [Group({"up": Transposed(Leaf("up", (3, 2)), 0, 1)}, {"up": Transposed(held, 0, 1)})], [], []
+    )
+    assert torch.equal(contents(list(stored_buckets(buckets, conversion)))["up"], matrix.T)

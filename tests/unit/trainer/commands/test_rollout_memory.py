@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from transformers import AutoConfig, Qwen2Config
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import rlite
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
 from rlite.assembly.commands.plan import RolloutMemory, rollout_memory
 from rlite.config import load
 from rlite.errors import ConfigError
+from rlite.nn.pretrained import load_config, meta_model
+from tests.hybrids import hybrid, save_hybrid
+from tests.mixtures import build_mixture_dir, config_of
 from tests.tiny import build_model_dir
 
 CONFIG = Qwen2Config(
-    hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=32768
+    hidden_size=1024,
+    intermediate_size=40960,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
 )
-NUM_PARAMETERS = 10**9
+with torch.device("meta"):
+    MODEL = Qwen2ForCausalLM(CONFIG)
+NUM_PARAMETERS = sum(parameter.numel() for parameter in MODEL.parameters())
 PER_TOKEN = 2 * 4 * 4 * 128 * 2
 """bytes of keys and values in bfloat16, of all heads"""
 
 
 def memory(device_memory_gib: float | None = None, **options: object) -> RolloutMemory:
-    return rollout_memory(RolloutPlanOptions(**options), CONFIG, NUM_PARAMETERS, device_memory_gib)
+    return rollout_memory(RolloutPlanOptions(**options), MODEL, device_memory_gib)
 
 
 def test_the_cache_is_one_slot_for_each_sequence() -> None:
@@ -51,12 +62,17 @@ def test_the_default_length_is_that_of_the_executor() -> None:
     assert memory(executor="vllm").max_model_len == 32768
 
 
-def test_an_engine_holds_what_the_plan_says(tmp_path: Path) -> None:
-    model = build_model_dir(tmp_path / "model", hidden=64)
+def write(kind: str, folder: Path) -> Path:
+    if kind == "qwen2":
+        return build_model_dir(folder, hidden=64)
+    return build_mixture_dir(folder, kind) if kind == "qwen3_moe" else save_hybrid(hybrid(kind), folder)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "qwen3_5_text", "falcon_h1", "lfm2"])
+def test_an_engine_holds_what_the_plan_says(kind: str, tmp_path: Path) -> None:
+    model = write(kind, tmp_path / "model")
     sizes = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 128}
-    num_parameters = sum(weight.numel() for weight in load_file(model / "model.safetensors").values())
-    config = AutoConfig.from_pretrained(model)
-    planned = rollout_memory(RolloutPlanOptions(**sizes), config, num_parameters, None)
+    planned = rollout_memory(RolloutPlanOptions(**sizes), meta_model(load_config(model)), None)
     rlite.init("cpu", 1)
     try:
         engine = rlite.RliteInferenceEngine(model)
@@ -64,6 +80,34 @@ def test_an_engine_holds_what_the_plan_says(tmp_path: Path) -> None:
         assert engine.memory_bytes() == [{"weights": planned.weights, "kv_cache": planned.kv_cache}]
     finally:
         rlite.shutdown()
+
+
+def mixture(kind: str) -> Any:
+    return meta_model(config_of(kind))
+
+
+def numel(model: Any, part: str) -> int:
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if part in name)
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("qwen3_moe", ["experts"]), ("deepseek_v3", ["routed", "self_attn"])])
+def test_executor_torch_leaves_experts_and_undivided_attention_whole_on_each_device(
+    kind: str, whole: list[str]
+) -> None:
+    model = mixture(kind)
+    total, kept = numel(model, ""), sum(numel(model, part.replace("routed", ".experts.")) for part in whole)
+    found = rollout_memory(RolloutPlanOptions(tp_size=2), model, None)
+    assert found.weights == 2 * (kept + (total - kept) // 2)
+    alone = rollout_memory(RolloutPlanOptions(), model, None)
+    assert found.kv_cache == (alone.kv_cache if kind == "deepseek_v3" else alone.kv_cache // 2)
+    other = rollout_memory(RolloutPlanOptions(tp_size=2, executor="vllm"), model, None)
+    assert other.weights == 2 * (total // 2)
+
+
+def test_a_hybrid_that_several_devices_would_share_is_refused() -> None:
+    model = meta_model(hybrid("qwen3_5_text").config)
+    with pytest.raises(ConfigError, match=r"rollout\.tp_size=2: .* carries a state .* use rollout\.tp_size=1"):
+        rollout_memory(RolloutPlanOptions(tp_size=2), model, None)
 
 
 @pytest.mark.parametrize(
