@@ -286,7 +286,7 @@ def test_grpo_trains_a_mixture_with_replayed_experts(folders: Any, tmp_path: Pat
     told = {"auto": "the engine's choice of experts (the engine returns them)"}
     told |= {"old_policy": "the choice before the update (actor.routing_replay=old_policy)"}
     told |= {"off": "off (actor.routing_replay=off)"}
-    assert run.parts.placement.routing.topic() == {"routing replay": told[source]}
+    assert run.parts.device_plan.routing.topic() == {"routing replay": told[source]}
 
 
 class Poisoned(SingleTurnWorkflow):
@@ -327,11 +327,11 @@ def test_only_an_explicit_rollout_is_refused_where_the_engine_cannot(
     mixture, other = folders("qwen3_moe"), {"rollout": {"executor": "silent"}}
     with pytest.raises(ConfigError, match=r"routing_replay=rollout: rollout.executor=silent does not return the exp"):
         trainer(mixture, tmp_path / "a", routing_replay="rollout", **other)
-    found = trainer(mixture, tmp_path / "b", **other).parts.placement.routing
+    found = trainer(mixture, tmp_path / "b", **other).parts.device_plan.routing
     assert (found.source, found.extras) == ("off", ())
     assert "executor=silent does not return" in found.reason
     with pytest.raises(ConfigError, match=r"routing_replay=old_policy: has no experts"):
         trainer(models["llama"], tmp_path / "c", routing_replay="old_policy")
-    dense = trainer(models["llama"], tmp_path / "d").parts.placement.routing
+    dense = trainer(models["llama"], tmp_path / "d").parts.device_plan.routing
     assert dense.source == "off"
     assert dense.topic() == {}
