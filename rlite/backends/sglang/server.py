@@ -31,7 +31,7 @@ from annotated_types import Gt
 
 from rlite.data.routing import RoutingTable
 from rlite.errors import CallTimeout, ConfigError, WorkerError
-from rlite.runtime.replicas.replica import PassingOptions, WrappedOptions, annotated_names
+from rlite.runtime.replicas.replica import PassingOptions, RoutedOptions, annotated_names
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LOOK_S = 0.5
@@ -236,7 +236,7 @@ def server_arguments() -> frozenset[str]:
 _arguments_of = cache(annotated_names)
 
 
-class ServerOptions(WrappedOptions):
+class ServerOptions(RoutedOptions):
     """Options of `executor="sglang"` beside SGLang's server arguments."""
 
     addresses: Sequence[str] = ()

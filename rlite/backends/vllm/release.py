@@ -35,7 +35,7 @@ import numpy as np
 
 from rlite.backends.serving.sampler import num_left
 from rlite.errors import ConfigError
-from rlite.runtime.replicas.replica import PassingOptions, annotated_names
+from rlite.runtime.replicas.replica import PassingOptions, RoutedOptions, annotated_names
 from rlite.types import PromptLogprobs, SequenceRequest
 
 OLDEST = (0, 20, 2)
@@ -117,9 +117,10 @@ OWN = {name: reason for reason, names in _REASONS.items() for name in names.spli
 
 
 class VllmOptions(PassingOptions):
-    """Options of `executor="vllm"`: `WrappedOptions`, and engine arguments of vLLM."""
+    """Options of `executor="vllm"`: `RoutedOptions`, and engine arguments of vLLM."""
 
     executor = "vllm"
+    fields = RoutedOptions
     reserved = OWN
     enable_return_routed_experts: bool
 

@@ -54,6 +54,11 @@ class WrappedOptions(ExecutorOptions):
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """type of weights and KV cache; default: the checkpoint's"""
+
+
+class RoutedOptions(WrappedOptions):
+    """Options of a program that can return the experts that a mixture of experts chose."""
+
     enable_return_routed_experts: bool = False
     """let requests ask for `routed_experts`, the experts that a mixture of experts chose; routing replay sets it"""
 

@@ -45,9 +45,8 @@ class Script:
         by_client: dict[int, Any] = {}
         for name, token, client in model_runner_output.made:
             reason = "stop" if token == END else None
-            output = SimpleNamespace(
-                request_id=name, new_token_ids=[token], finish_reason=reason, new_logprobs=None, routed_experts=None
-            )
+            output = SimpleNamespace(request_id=name, new_token_ids=[token], finish_reason=reason, new_logprobs=None)
+            output.routed_experts = vars(model_runner_output).get("routed_experts")
             by_client.setdefault(client, message()).outputs.append(output)
         return by_client
 
