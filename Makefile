@@ -21,7 +21,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm test-harness nightly gpu-check check static core sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm test-harness test-transformers nightly gpu-check check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,10 +44,23 @@ test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vL
 test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV)/harness) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/harness
 
+# releases of transformers beside the pinned one: the oldest that rlite supports, and the newest
+TRANSFORMERS = 5.16.1 5.24.0
+VERSION ?= $(lastword $(TRANSFORMERS))
+OTHER = $(abspath $(VENV))/transformers-$(VERSION)
+test-transformers: $(VENV)/.installed  ## tests of models with another release of transformers: VERSION=5.16.1
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(OTHER) transformers==$(VERSION)
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(OTHER) \
+		"$$(sed -n 's/^Requires-Dist: \(huggingface-hub[^;]*\).*/\1/p' $(OTHER)/transformers-*.dist-info/METADATA | head -n 1)"
+	PYTHONPATH=$(OTHER) $(PYTEST) -m "not nightly" tests/unit/backends/models tests/unit/nn
+
 # each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
 NIGHTLY = comparison_intervals hostile_models chaos chaos_jobs architectures
 nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
 	@failed=; $(PYTEST) -m nightly tests || failed=tests; \
+	for version in $(TRANSFORMERS); do \
+		$(MAKE) test-transformers VERSION=$$version || failed="$$failed transformers-$$version"; \
+	done; \
 	for name in $(NIGHTLY); do \
 		begun=$$(date +%s); echo "== $$name"; \
 		$(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; \

@@ -97,34 +97,40 @@ def check_routing(batch: TensorDict, shape: RoutingShape) -> float:
     return len(recorded) / max(int(mask.sum()) - len(mask), 1)
 
 
-def entries_of_table(
-    table: np.ndarray, shape: RoutingShape, layers: Sequence[int], num_all: int, num_prompt: int
-) -> list[list[bytes]]:
-    """Return the entries of an answer from the table that vLLM (`routed_experts`) and SGLang return.
+@dataclass(frozen=True)
+class RoutingTable:
+    """The form of the tables `[tokens, layers, K]` in which vLLM and SGLang return the experts that a model chose."""
 
-    Args:
-        table: `[prompt + output - 1, layers, K]`, numbers of experts; of all layers of the model, or of those with
-            experts alone.
-        shape: form of the model's choices.
-        layers: numbers of the layers with experts.
-        num_all: number of the model's layers.
-        num_prompt: tokens of the prompt.
+    shape: RoutingShape
+    layers: tuple[int, ...]
+    """numbers of the layers with experts"""
+    num_all: int
+    """number of the model's layers. A table has all of them, or those with experts alone"""
 
-    Raises:
-        DataError: the table has another shape, or names experts that do not exist.
-    """
-    sizes = {num_all: list(layers), shape.num_layers: list(range(shape.num_layers))}
-    if table.ndim != 3 or table.shape[1] not in sizes or table.shape[2] != shape.top_k or len(table) < num_prompt:
-        expected = f"at least {num_prompt} tokens, {num_all} layers (of which {shape.num_layers} have experts) and "
-        expected += f"{shape.top_k} experts of each; layers that predict further tokens do not count"
-        raise DataError(f"the engine returned {ROUTED} of shape {list(table.shape)}; expected {expected}")
-    chosen = torch.from_numpy(table[:, sizes[table.shape[1]]].astype(np.int64))
-    if int(chosen.min()) < 0 or int(chosen.max()) >= shape.num_experts:
-        raise DataError(
-            f"the engine returned {ROUTED} up to {int(chosen.max())}; expected 0 to {shape.num_experts - 1}"
-        )
-    rows = [row.tobytes() for row in shape.encode(chosen).numpy()]
-    return [rows[:num_prompt], *([row] for row in rows[num_prompt:])]
+    def entries(self, table: np.ndarray | None, num: int) -> list[list[bytes]]:
+        """Return the entries of some tokens.
+
+        Args:
+            table: experts of the tokens that were read since the tokens before; None if the engine has not told them.
+            num: number of the tokens.
+
+        Raises:
+            DataError: the table has another shape, or names experts that do not exist.
+        """
+        if table is None or not num:
+            return [[]] * num
+        shape, told = self.shape, f"the engine returned {ROUTED}"
+        sizes = {self.num_all: list(self.layers), shape.num_layers: list(range(shape.num_layers))}
+        if table.ndim != 3 or table.shape[1] not in sizes or table.shape[2] != shape.top_k or len(table) < num:
+            expected = f"at least {num} tokens, {self.num_all} layers (of which {shape.num_layers} have experts) and "
+            expected += f"{shape.top_k} experts of each; layers that predict further tokens do not count"
+            raise DataError(f"{told} of shape {list(table.shape)}; expected {expected}")
+        chosen = torch.from_numpy(table[:, sizes[table.shape[1]]].astype(np.int64))
+        if int(chosen.min()) < 0 or int(chosen.max()) >= shape.num_experts:
+            raise DataError(f"{told} up to {int(chosen.max())}; expected 0 to {shape.num_experts - 1}")
+        rows = [row.tobytes() for row in shape.encode(chosen).numpy()]
+        first = len(rows) - num + 1
+        return [rows[:first], *([row] for row in rows[first:])]
 
 
 def note_rows(known: list[bytes], start: int, entries: Sequence[Sequence[bytes]]) -> None:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -88,6 +91,8 @@ class Scheduler:
         self.session: dict[str, bool] | None = None
         self.is_cache_old = False
         self.groups: dict[str, Any] = {}
+        self.received: dict[str, Tensor] = {}
+        """tensors of a weight update"""
 
     # -- generation ----------------------------------------------------------------------------------------------
 
@@ -191,8 +196,25 @@ class Scheduler:
             meta["output_token_sampling_logprobs"] = sequence.mask_logprobs[start:]
         if reason is not None:
             meta["weight_versions"] = self.spans(sequence)
+            if sequence.body.get("return_routed_experts") and self.arguments.get("enable_return_routed_experts"):
+                meta["routed_experts"] = self.routed(sequence.prompt + sequence.made)
         sequence.num_sent = num
         self.emit(sequence, {"text": "", "output_ids": sequence.made[start:], "meta_info": meta})
+
+    @torch.no_grad()
+    def routed(self, tokens: list[int]) -> str:
+        """Return the experts of all tokens but the last in all layers, zeros in dense ones, as SGLang encodes them."""
+        layers = self.model.model.layers
+        table = torch.zeros(len(tokens) - 1, len(layers), self.config.num_experts_per_tok, dtype=torch.int32)
+        hooks = [
+            layer.mlp.experts.register_forward_pre_hook(lambda _, args, at=at: table[:, at].copy_(args[1]))
+            for at, layer in enumerate(layers)
+            if hasattr(layer.mlp, "experts")
+        ]
+        self.model(torch.tensor([tokens[:-1]]))
+        for hook in hooks:
+            hook.remove()
+        return base64.b64encode(table.numpy().tobytes()).decode()
 
     def emit(self, sequence: Sequence, event: dict[str, Any]) -> None:
         keys = wheel.response_keys("srt/managers/tokenizer_manager.py") | {"weight_versions"}
@@ -237,10 +259,23 @@ class Scheduler:
             raise Refused("the weights are released")
         parameters = dict(self.model.named_parameters())
         for name, tensor in named:
-            parameters[name].copy_(tensor)
+            if name in parameters:
+                parameters[name].copy_(tensor)
+            self.received[name] = tensor.clone()
         self.is_cache_old = True
         if flush_cache:
             self.flush()
+
+    def end_update(self) -> None:
+        """Read what has arrived by the names of a checkpoint, if these are not the model's own."""
+        received, self.received = self.received, {}
+        if received.keys() <= dict(self.model.named_parameters()).keys():
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self.config.save_pretrained(folder)
+            save_file(received, Path(folder) / "model.safetensors", {"format": "pt"})
+            fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=self.model.dtype)
+        self.model.load_state_dict(fresh.state_dict())
 
     def flush(self) -> None:
         if self.sequences and not self.is_paused:
@@ -367,6 +402,7 @@ class Routes:
         if self.scheduler.session is None:
             raise Refused("no weight-update session is open")
         self.scheduler.session = None
+        self.scheduler.end_update()
         return {"success": True, "message": "Success"}
 
     async def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from rlite.assembly.commands.doctor import GIB, attempt, needed, space_of, state_of
+from rlite.assembly.commands.doctor import GIB, attempt, needed, space_of, state_of, state_of_transformers
 from rlite.cli import main
 
 REQUIREMENTS = [
@@ -78,3 +78,19 @@ def test_missing_packages_fail_unless_an_extra_adds_them() -> None:
 @pytest.mark.parametrize(("free", "level"), [(100 * GIB, "ok"), (2 * GIB, "note"), (GIB // 100, "FAILED")])
 def test_a_full_disk_fails(free: int, level: str) -> None:
     assert space_of("disk (runs)", Path("runs"), free).level == level
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "told"),
+    [
+        ("5.16.1", "note", "the class of Kimi-Linear needs 5.17, expert parallelism (ep_size) needs 5.22: pip install"),
+        ("5.19.0", "note", "5.19.0: expert parallelism (ep_size) needs 5.22: pip install 'transformers>=5.22'"),
+        ("5.22.0", "ok", "5.22.0 has all that rlite can use"),
+        ("5.24.1", "ok", "5.24.1 has all"),
+        ("5.25.0", "note", "tested with releases up to 5.24"),
+    ],
+)
+def test_an_older_release_of_transformers_is_told_what_it_lacks(version: str, level: str, told: str) -> None:
+    found = state_of_transformers(version)
+    assert found.level == level
+    assert told in found.text

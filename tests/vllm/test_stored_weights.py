@@ -1,4 +1,4 @@
-"""Experts reach the real vLLM under their stored names, by a sync and from disk."""
+"""Experts reach the real vLLM under their stored names: by a sync, after training too, and from disk."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.nn.pretrained import quiet_transformers
+from tests.integration.modules import Policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
 SHAPE: dict[str, Any] = {
@@ -72,11 +72,11 @@ def logprobs(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
-def test_served_logprobs_are_those_of_the_weights_that_were_synced_or_loaded(kind: str, tmp_path: Path) -> None:
+def test_served_logprobs_are_those_of_the_weights_that_were_trained_synced_or_loaded(kind: str, tmp_path: Path) -> None:
     one, other = checkpoint(kind, tmp_path / "one", 0), checkpoint(kind, tmp_path / "other", 1)
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(one.config)]
 
-    class Unchecked(HuggingFaceFsdp2TrainModule, cls):
+    class Unchecked(Policy, cls):
         def check_architecture(self) -> None:
             pass
 
@@ -95,7 +95,12 @@ def test_served_logprobs_are_those_of_the_weights_that_were_synced_or_loaded(kin
     torch.testing.assert_close(served(), logprobs(other), atol=1e-4, rtol=0)
     serve.load(tmp_path / "one")
     torch.testing.assert_close(served(), logprobs(one), atol=1e-4, rtol=0)
+    for _ in range(3):
+        train.train_step([IDS])
     train.p2p_weight_sync(serve)
+    before = logprobs(other)
+    other.load_state_dict(train.state_dict())
+    assert (logprobs(other) - before).abs().max() > 0.1
     torch.testing.assert_close(served(), logprobs(other), atol=1e-4, rtol=0)
     train.release()
     serve.release()

@@ -21,6 +21,7 @@ from typing import ClassVar, Literal, NamedTuple
 import psutil
 from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import rlite
 from rlite import config
@@ -130,6 +131,33 @@ def check_packages() -> Iterator[Finding]:
         yield state_of(f"extra {extra}", needed(requirements, extra), installed_version, extra)
 
 
+NEEDS = {"5.17": "the class of Kimi-Linear", "5.22": "expert parallelism (ep_size)"}
+"""what rlite can use from a release of transformers on"""
+NEWEST = "5.24"
+"""newest release of transformers that rlite is tested with"""
+
+
+def check_transformers() -> Iterator[Finding]:
+    """Yield what the installed release of transformers lacks."""
+    if (version := installed_version("transformers")) is not None:
+        yield state_of_transformers(version)
+
+
+def state_of_transformers(version: str) -> Finding:
+    """Return what a release of transformers lacks.
+
+    Args:
+        version: the release.
+    """
+    lacking = [f"{what} needs {release}" for release, what in NEEDS.items() if Version(version) < Version(release)]
+    if lacking:
+        advice = f"pip install 'transformers>={[*NEEDS][-1]}'"
+        return Finding("transformers", f"{version}: {', '.join(lacking)}: {advice}", "note")
+    if Version(version).release[:2] > Version(NEWEST).release:
+        return Finding("transformers", f"{version}: rlite is tested with releases up to {NEWEST}", "note")
+    return Finding("transformers", f"{version} has all that rlite can use")
+
+
 def needed(requirements: Iterable[Requirement], extra: str = "") -> list[Requirement]:
     """Return the requirements of the package itself, or those that an extra adds, with the extras that it names.
 
@@ -186,6 +214,7 @@ def main(argv: Sequence[str]) -> None:
     """Print the findings of the checks; exit with 1 if a check failed."""
     options = config.load(DoctorConfig, argv)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {"versions": check_versions, "packages": check_packages}
+    checks |= {"transformers": check_transformers}
     checks |= {"devices": check_devices, "space": check_space}
     if options.self_test:
         module = "rlite.assembly.commands.self_test"  # it imports torch, which a broken installation cannot

@@ -14,6 +14,7 @@ replayed choice, whatever it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,13 +28,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.models.architecture import miniature, once_per_config, sequences
 from rlite.backends.models.experts import block_of, experts_of, plain_name, use_implementation
-from rlite.data.routing import RoutingShape
+from rlite.data.routing import ROUTED, RoutingShape, RoutingTable
 from rlite.errors import ConfigError
-from rlite.nn.pretrained import real_tensors, summary
+from rlite.nn.pretrained import load_config, meta_model, real_tensors, summary
 from rlite.runtime.parallel.context_parallel import ContextShare, pad_to_multiple
 
 TOP_K = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """names in configs of the number of experts that a layer chooses for a token"""
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""number of a layer in the name of a module"""
 
 
 def routing_shape(model: PreTrainedModel) -> RoutingShape | None:
@@ -45,6 +48,22 @@ def routing_shape(model: PreTrainedModel) -> RoutingShape | None:
     experts, config = list(experts_of(model).values()), model.config.get_text_config()
     found = [value for name in TOP_K if isinstance(value := getattr(config, name, None), int)]
     return RoutingShape(len(experts), found[0], experts[0].num_experts) if experts and found else None
+
+
+def routing_table(path: str) -> RoutingTable:
+    """Return the form of the tables in which another engine returns the chosen experts of a checkpoint's model.
+
+    Args:
+        path: folder of the checkpoint.
+
+    Raises:
+        ConfigError: the model has no experts whose choice could be recorded.
+    """
+    model = meta_model(load_config(path))
+    if (shape := routing_shape(model)) is None:
+        raise ConfigError(f"{path}: the model has no experts whose choice could be recorded ({ROUTED})")
+    layers = (int(LAYER.findall(name)[0]) for name in experts_of(model))
+    return RoutingTable(shape, tuple(layers), model.config.get_text_config().num_hidden_layers)
 
 
 class Replay:

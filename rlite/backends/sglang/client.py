@@ -8,14 +8,19 @@ SGLang's sampling mask, which needs a finite top_k.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rlite.backends.serving.sampler import num_left
 from rlite.backends.sglang.server import CallRefused, Endpoint
+from rlite.data.routing import ROUTED, RoutingTable
+from rlite.errors import DataError
 from rlite.imports import optional
 from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
@@ -27,7 +32,7 @@ MAX_KEPT = 4000
 REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 ANSWER_S = 6.0
 """seconds in which the server must answer a look; then it counts as lost"""
-LINE_BYTES = 2**24
+LINE_BYTES = 2**27
 """half of the longest event of a stream"""
 MAX_SCORED = 64
 """prompts that the server scores at a time, each over a connection of its own"""
@@ -63,7 +68,7 @@ def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab
         most = MAX_KEPT_IDS if "kept_ids" in request.extras else MAX_KEPT
         sampling["top_k"] = min(sampling["top_k"] if sampling["top_k"] > 0 else vocab_size, most)
         body["return_sampling_mask"] = True
-    return body
+    return body | {"return_routed_experts": True} if ROUTED in request.extras else body
 
 
 def scoring_body(prompt: list[int], num_top: int) -> dict[str, Any]:
@@ -91,6 +96,8 @@ class TokenStream:
     request: SequenceRequest
     versions: list[int]
     """versions of the completion's tokens so far, which may be corrected"""
+    routing: RoutingTable | None = None
+    """form of the table of chosen experts, which comes with the last event"""
     num_taken: int = 0
     """tokens that earlier events brought"""
     is_finished: bool = False
@@ -121,7 +128,16 @@ class TokenStream:
             return self.refusal("the model computes NaN or infinity for this request", is_nonfinite=True)
         self.spans = [(version_of(span["version"], version), span["end"]) for span in meta.get("weight_versions", ())]
         num = self._num_until_stop([pair[1] for pair in pairs])
-        pairs, masks, kept = pairs[:num], masks[:num], kept[:num]
+        extras: dict[str, list[Any]] = {}
+        if "kept_ids" in self.request.extras:
+            extras["kept_ids"] = masks[:num] or [[] for _ in pairs[:num]]
+        if ROUTED in self.request.extras and self.routing is not None:
+            try:
+                table = self._table(meta.get(ROUTED))
+                extras[ROUTED] = self.routing.entries(table, len(pairs))[:num]
+            except DataError as error:
+                return self.refusal(str(error))
+        pairs, kept = pairs[:num], kept[:num]
         logprobs = [float(pair[0]) for pair in pairs]
         is_truncating = self.request.gconfig.is_truncating
         finished = REASONS[reason["type"]] if reason else None
@@ -132,7 +148,7 @@ class TokenStream:
             sampling_logprobs=[float(value) for value in kept] if is_truncating else list(logprobs),
             version=version_of(meta.get("weight_version"), version),
             finish_reason=finished if num is None else "stop",
-            extras={"kept_ids": masks or [[] for _ in pairs]} if "kept_ids" in self.request.extras else {},
+            extras=extras,
         )
 
     def refusal(self, error: str, is_nonfinite: bool = False) -> TokenChunk:
@@ -152,6 +168,14 @@ class TokenStream:
         if num_new <= 0:
             return []  # the last event of an aborted request repeats a token
         return column[self.num_taken : total] if len(column) >= total else column[-num_new:]
+
+    def _table(self, encoded: str | None) -> np.ndarray | None:
+        """Return the experts of all tokens of the sequence but the last one, which nobody read."""
+        if encoded is None or self.routing is None:
+            return None
+        flat, top_k = np.frombuffer(base64.b64decode(encoded), np.int32), self.routing.shape.top_k
+        num = len(self.request.input_ids) + len(self.request.output_ids) + self.num_taken - 1
+        return flat if flat.size % max(num * top_k, 1) else flat.reshape(num, -1, top_k)
 
     def _num_until_stop(self, made: list[int]) -> int | None:
         """Return the number of tokens up to the first stop token that SGLang has overlooked, None without one.

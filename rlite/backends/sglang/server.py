@@ -29,8 +29,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
+from rlite.data.routing import RoutingTable
 from rlite.errors import CallTimeout, ConfigError, WorkerError
-from rlite.runtime.replicas.replica import PassingOptions, WrappedOptions, annotated_names
+from rlite.runtime.replicas.replica import PassingOptions, RoutedOptions, annotated_names
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LOOK_S = 0.5
@@ -50,6 +51,8 @@ class Endpoint:
     max_model_len: int = 0
     """longest sequence that the server accepts, in tokens"""
     vocab_size: int = 0
+    routing: RoutingTable | None = None
+    """form of the tables of chosen experts, if the server returns them"""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -233,7 +236,7 @@ def server_arguments() -> frozenset[str]:
 _arguments_of = cache(annotated_names)
 
 
-class ServerOptions(WrappedOptions):
+class ServerOptions(RoutedOptions):
     """Options of `executor="sglang"` beside SGLang's server arguments."""
 
     addresses: Sequence[str] = ()
@@ -249,7 +252,9 @@ class ServerOptions(WrappedOptions):
     process group. "auto" is "tensors" to a server that rlite starts, and "group" to a server at `addresses`"""
 
 
-CONNECTION = {"addresses", "api_key", "seed", "start_timeout_s", "stall_timeout_s", "weight_transport"}
+ROUTING = "enable_return_routed_experts"
+"""SGLang's argument and rlite's option that let a server return the experts that it chose"""
+CONNECTION = {"addresses", "api_key", "seed", "start_timeout_s", "stall_timeout_s", "weight_transport", ROUTING}
 """options that are allowed with `addresses`; the others belong to the start of a server"""
 
 
@@ -273,6 +278,7 @@ class SglangOptions(PassingOptions):
     start_timeout_s: float
     stall_timeout_s: float
     weight_transport: str
+    enable_return_routed_experts: bool
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
@@ -280,11 +286,25 @@ class SglangOptions(PassingOptions):
             _check_attached(self.addresses, values)
         elif installed() is None:
             raise ConfigError(f"executor 'sglang' needs the package sglang, which is not installed: {REMEDY}")
+        if self.enable_return_routed_experts and (obstacle := routing_obstacle(values)):
+            raise ConfigError(f"{ROUTING}=true: {obstacle}")
 
     @classmethod
     def arguments(cls) -> frozenset[str]:
         """Return the names of the installed SGLang's server arguments; none without SGLang."""
         return server_arguments()
+
+
+def routing_obstacle(options: Mapping[str, Any]) -> str:
+    """Return why servers cannot return the experts that they chose; "" if they can.
+
+    Args:
+        options: options of the executor.
+    """
+    if options.get("addresses"):
+        told = f"the servers at addresses may not return them; {ROUTING}=true beside addresses says that they do"
+        return "" if options.get(ROUTING) else told
+    return "" if ROUTING in server_arguments() else "the installed SGLang does not record them"
 
 
 def _check_attached(addresses: Sequence[str], given: dict[str, Any]) -> None:

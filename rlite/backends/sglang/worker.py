@@ -33,8 +33,9 @@ from torch.multiprocessing import reductions
 
 from rlite.backends.models.conversion import Conversion
 from rlite.backends.models.expressions import Leaf
+from rlite.backends.models.replay import routing_table
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
-from rlite.backends.sglang.server import CallRefused, Endpoint, ServerProcess, SglangOptions
+from rlite.backends.sglang.server import ROUTING, CallRefused, Endpoint, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -273,7 +274,10 @@ class SglangWorker:
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
         self._info = server.call("/server_info")
         length = self._info.get("context_length") or longest
-        self._endpoint = replace(server, max_model_len=length, vocab_size=text.vocab_size)
+        routing = routing_table(path) if options.enable_return_routed_experts else None
+        if routing is not None and not self._info.get(ROUTING):
+            raise ConfigError(f"{ROUTING}=true: the server at {server.url} was started without it")
+        self._endpoint = replace(server, max_model_len=length, vocab_size=text.vocab_size, routing=routing)
         self.set_version(0)
 
     def endpoint(self) -> Endpoint | None:
@@ -325,6 +329,7 @@ class SglangWorker:
             "mem_fraction_static": options.gpu_memory_utilization,
             "random_seed": options.seed % 2**31,
             "incremental_streaming_output": True,
+            **({ROUTING: True} if options.enable_return_routed_experts else {}),
         }
         self._process = process = ServerProcess(self._context.device.ip, arguments, options.api_key, devices)
         weakref.finalize(self, process.stop)

@@ -35,7 +35,7 @@ import numpy as np
 
 from rlite.backends.serving.sampler import num_left
 from rlite.errors import ConfigError
-from rlite.runtime.replicas.replica import PassingOptions, annotated_names
+from rlite.runtime.replicas.replica import PassingOptions, RoutedOptions, annotated_names
 from rlite.types import PromptLogprobs, SequenceRequest
 
 OLDEST = (0, 20, 2)
@@ -117,10 +117,12 @@ OWN = {name: reason for reason, names in _REASONS.items() for name in names.spli
 
 
 class VllmOptions(PassingOptions):
-    """Options of `executor="vllm"`: `WrappedOptions`, and engine arguments of vLLM."""
+    """Options of `executor="vllm"`: `RoutedOptions`, and engine arguments of vLLM."""
 
     executor = "vllm"
+    fields = RoutedOptions
     reserved = OWN
+    enable_return_routed_experts: bool
 
     @classmethod
     def arguments(cls) -> frozenset[str]:
@@ -131,10 +133,32 @@ class VllmOptions(PassingOptions):
         """
         return engine_arguments() - OWN.keys()
 
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if self.enable_return_routed_experts and (obstacle := routing_obstacle(values)):
+            raise ConfigError(f"{ROUTING}=true: {obstacle}")
+
+
+def routing_obstacle(options: Mapping[str, Any]) -> str:
+    """Return why the installed vLLM cannot return the experts that it chose; "" if it can.
+
+    Args:
+        options: ignored.
+
+    Raises:
+        ConfigError: vLLM is missing or too old.
+    """
+    version, sources = installed()
+    if (sources / "config" / "aux_output.py").exists():
+        return f"vLLM {version} records them in its second model runner, and rlite samples in the first; 0.28 has both"
+    return "" if ROUTING in engine_arguments() else f"vLLM {version} does not record them"
+
 
 EXTENSION = "rlite.backends.vllm.extension.WorkerExtension"
 SCHEDULER = "rlite.backends.vllm.extension.HoldingScheduler"
 ASYNC_SCHEDULER = "rlite.backends.vllm.extension.AsyncHoldingScheduler"
+ROUTING = "enable_return_routed_experts"
+"""vLLM's argument and rlite's option that let vLLM return the experts that it chose"""
 SAMPLING = "rlite"
 """key of `SamplingParams.extra_args` under which a request's own sampling parameters travel to the sampler"""
 DRAIN_TURNS = 10
@@ -305,6 +329,8 @@ class Held:
                 self._rows.setdefault(name, []).append(self._num_rows + rows[name])
             if (earlier := self._outputs.get(name)) is not None:
                 output.new_token_ids = earlier.new_token_ids + output.new_token_ids
+                tables = [each.routed_experts for each in (earlier, output) if each.routed_experts is not None]
+                output.routed_experts = np.concatenate(tables) if tables else None
             self._outputs[name] = output
         if logprobs is not None:
             self._tables.append(logprobs)

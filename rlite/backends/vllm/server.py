@@ -28,6 +28,8 @@ import psutil
 from rlite.backends.serving.sampler import RequestRules
 from rlite.backends.vllm import release
 from rlite.backends.vllm.release import Table, is_cpu_build, take_table
+from rlite.data.routing import ROUTED, RoutingTable
+from rlite.errors import DataError
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Server:
         self._counter = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = 0
+        self._routing: RoutingTable | None = None
 
     async def run(self) -> None:
         """Process messages until the connection ends."""
@@ -86,7 +89,12 @@ class Server:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(
-        self, arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
+        self,
+        arguments: dict[str, Any],
+        tokenizer_path: str,
+        end_ids: Sequence[int],
+        version: int,
+        routing: RoutingTable | None = None,
     ) -> tuple[int, int]:
         """Start the engine.
 
@@ -95,11 +103,12 @@ class Server:
             tokenizer_path: folder of the tokenizer.
             end_ids: the model's own end tokens.
             version: policy version of the weights.
+            routing: form of the tables of chosen experts, if vLLM returns them.
 
         Returns:
             Bytes of the KV cache, and the longest sequence in tokens.
         """
-        self._version = version
+        self._version, self._routing = version, routing
         self._engine = release.start_engine(arguments, self._take)
         cache_bytes = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
         model = self._engine.model_config
@@ -186,7 +195,8 @@ class Server:
                 rows = slice(row, row := row + len(output.new_token_ids))
                 serving, reason = self._serving.get(release.name_of(output)), release.finish_reason(output)
                 if serving is not None:
-                    self._add(serving, output.new_token_ids, (whole[rows], kept[rows], kept_ids[rows]), reason)
+                    table = whole[rows], kept[rows], kept_ids[rows]
+                    self._add(serving, output.new_token_ids, table, output.routed_experts, reason)
                 if serving is None or reason is not None:  # it forgets a request at its last output
                     left.append(output)
             self._flush()
@@ -196,7 +206,7 @@ class Server:
             raise
         return left
 
-    def _add(self, serving: Serving, tokens: list[int], table: Table, reason: str | None) -> None:
+    def _add(self, serving: Serving, tokens: list[int], table: Table, experts: Any, reason: str | None) -> None:
         logprobs, over_kept, kept_ids = table
         request, length = serving.request, None
         if any(value != value for value in logprobs):
@@ -210,6 +220,11 @@ class Server:
         columns: dict[str, list] = {"token_ids": tokens, "logprobs": logprobs, "sampling_logprobs": over_kept}
         made: dict[str, Any] = {name: column[:num] for name, column in columns.items()}
         made["extras"] = {"kept_ids": kept_ids[:num]} if "kept_ids" in request.extras else {}
+        if ROUTED in request.extras and self._routing is not None:
+            try:
+                made["extras"][ROUTED] = self._routing.entries(experts, len(tokens))[:num]
+            except DataError as error:
+                return self._abort(serving, error=str(error))
         if length is not None:
             self._abort(serving, finish_reason="stop", **made)
         elif reason is None:

@@ -19,12 +19,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from rlite.backends.models.replay import routing_table
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.vllm import release
 from rlite.backends.vllm.process import EngineProcess, P, T
 from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -32,7 +34,7 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.parallel.tensor import attention_shape
-from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, OptionalColumn, check_lengths
 from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -79,6 +81,7 @@ class VllmWorker:
             told = f"vLLM does not compute in the checkpoint's {self._dtype}; give dtype= one of {DTYPES}"
             raise ConfigError(f"{path}: {told}")
         self._held = held_tensors(meta_model(self._config, getattr(torch, self._dtype)))
+        self._routing = routing_table(path) if options.enable_return_routed_experts else None
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -249,7 +252,7 @@ class VllmWorker:
 
     def _start(self, load_format: str) -> None:
         arguments, ends = self._engine_arguments(load_format), end_ids(self._path, self._config)
-        settings = (arguments, self._path, ends, self._version)
+        settings = (arguments, self._path, ends, self._version, self._routing)
         self._process = EngineProcess(self._name, settings, self._environment, START_S)
         self._on_device = set(PARTS)
 
@@ -266,6 +269,7 @@ class VllmWorker:
             "skip_tokenizer_init": True,
             "load_format": load_format,
             "disable_log_stats": True,
+            **({release.ROUTING: True} if options.enable_return_routed_experts else {}),
         }
         if self._is_cpu:
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": self._cpu_cache_bytes()}
@@ -390,5 +394,9 @@ BACKEND = InferenceBackend(
     replica=FetchingReplica,
     check=check_served,
     ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of vLLM's workers
-    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"})),
+    capabilities=Capabilities(
+        has_prompt_logprobs=True,
+        extras=frozenset({"kept_ids"}),
+        optional_extras={ROUTED: OptionalColumn(release.ROUTING, release.routing_obstacle)},
+    ),
 )

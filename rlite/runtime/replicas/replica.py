@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Concatenate, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Concatenate, Literal, NamedTuple, Protocol
 
 from annotated_types import Ge, Gt, Le
 from transformers import PreTrainedConfig
@@ -54,6 +54,13 @@ class WrappedOptions(ExecutorOptions):
 
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """type of weights and KV cache; default: the checkpoint's"""
+
+
+class RoutedOptions(WrappedOptions):
+    """Options of a program that can return the experts that a mixture of experts chose."""
+
+    enable_return_routed_experts: bool = False
+    """let requests ask for `routed_experts`, the experts that a mixture of experts chose; routing replay sets it"""
 
 
 def annotated_names(source: Path, classes: Collection[str] = ()) -> frozenset[str]:
@@ -120,6 +127,14 @@ class PassingOptions:
         raise NotImplementedError
 
 
+class OptionalColumn(NamedTuple):
+    """A column that an executor returns if an option of `build` is true."""
+
+    option: str
+    obstacle: Callable[[Mapping[str, Any]], str]
+    """obstacle(options): why the option cannot be true beside others; "" if it can"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """Optional abilities of an inference executor. The engine refuses a call that needs a missing one."""
@@ -135,6 +150,28 @@ class Capabilities:
     joins at the next weight sync"""
     extras: frozenset[str] = frozenset()
     """names of the columns beside tokens and log-probabilities that a request may ask for"""
+    optional_extras: Mapping[str, OptionalColumn] = field(default_factory=dict)
+    """columns that a request may ask for if the engine is built with an option"""
+
+    def extras_with(self, options: Mapping[str, Any]) -> frozenset[str]:
+        """Return the columns that a request may ask for if the engine is built with these options."""
+        return self.extras | {name for name, column in self.optional_extras.items() if options.get(column.option)}
+
+    def options_for(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of `build` that let a request ask for a column.
+
+        Args:
+            name: the column.
+            options: other options of `build`.
+
+        Raises:
+            ConfigError: no option lets it.
+        """
+        if name in self.extras:
+            return {}
+        if (column := self.optional_extras.get(name)) is None or (obstacle := column.obstacle(options)):
+            raise ConfigError(f"it has no {name}" if column is None else obstacle)
+        return {column.option: True}
 
 
 class OutstandingTokens:

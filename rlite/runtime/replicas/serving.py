@@ -161,7 +161,7 @@ class ServingEngine(Engine):
     @property
     def extras(self) -> frozenset[str]:
         """Names of the columns that a request may ask for."""
-        return self.capabilities.extras
+        return self.capabilities.extras_with(vars(self.options) if self.is_built else {})
 
     @property
     def context_length(self) -> int:

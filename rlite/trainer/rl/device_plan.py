@@ -85,8 +85,7 @@ class DevicePlan:
             reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
         evaluation = None if trainer.evaluate == "in_turns" else self._inference_engine()
         trained = trained_engine(policy_module, actor, num_updates)
-        name = options.rollout.executor
-        self.routing = RoutingReplay.of(actor.routing_replay, trained.module, name, rollout.extras)
+        self.routing = RoutingReplay.of(actor.routing_replay, trained.module, rollout)
         """the experts that training replays"""
         self.engines = Engines(rollout, trained, critic, reference, evaluation)
 
@@ -130,6 +129,8 @@ class DevicePlan:
     ) -> None:
         options = self._options
         own = options.rollout.build_options(num_devices)
+        if engine is self.engines.rollout:
+            own.update(self.routing.engine_options)
         if options.trainer.evaluate == "snapshot":
             own["gpu_memory_utilization"] /= 2  # two engines on the same devices
         engine.build(**own, max_model_len=self._max_model_len, seed=options.trainer.seed, colocate_with=beside)

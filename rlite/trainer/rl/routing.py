@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from rlite.algorithms import TokenLogprobs
 from rlite.data.routing import ROUTED, RoutingShape, check_routing
+from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError
 from rlite.nn.base import BaseTrainModule
 from rlite.rollout import RolloutWorkflow
+from rlite.runtime.cluster.session import default_options
 from rlite.trainer.rl.objective import BothLogprobs
 from rlite.types import RoutingSource
 
@@ -30,16 +32,17 @@ class RoutingReplay:
     """why this source; "" if the model has no experts"""
     shape: RoutingShape | None = None
     """form of the model's choices, if any are replayed"""
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    """options of `build` that let the engine return its choices"""
 
     @classmethod
-    def of(cls, asked: RoutingSource, module: BaseTrainModule, executor: str, extras: Collection[str]) -> RoutingReplay:
+    def of(cls, asked: RoutingSource, module: BaseTrainModule, engine: RliteInferenceEngine) -> RoutingReplay:
         """Return what is replayed.
 
         Args:
             asked: the option.
             module: the policy.
-            executor: name of the inference executor.
-            extras: columns that the executor offers.
+            engine: the inference engine.
 
         Raises:
             ConfigError: what was asked for cannot be done.
@@ -47,15 +50,19 @@ class RoutingReplay:
         shape = module.routing_shape()
         if asked == "off" or (asked == "auto" and shape is None):
             return cls(reason=f"{OPTION}=off" if shape is not None else "")
-        problem = module.replay_obstacle()
-        if problem is None and asked != "old_policy" and ROUTED not in extras:
-            problem = f"rollout.executor={executor} does not return the experts that it chose"
+        problem, remedy, options = module.replay_obstacle(), "use off or auto", {}
+        if problem is None and asked != "old_policy":
+            try:
+                options = engine.capabilities.options_for(ROUTED, default_options(engine.executor_name))
+            except ConfigError as error:
+                told = f"rollout.executor={engine.executor_name} does not return the experts that it chose"
+                problem, remedy = f"{told} ({error})", "use rollout.executor=torch, old_policy or auto"
         if problem is None:
             source = "rollout" if asked == "auto" else asked
-            return cls(source, "the engine returns them" if asked == "auto" else f"{OPTION}={asked}", shape)
+            reason = "the engine returns them" if asked == "auto" else f"{OPTION}={asked}"
+            return cls(source, reason, shape, options)
         if asked == "auto":
             return cls(reason=problem)
-        remedy = "use rollout.executor=torch, old_policy or auto" if ROUTED not in extras else "use off or auto"
         raise ConfigError(f"{OPTION}={asked}: {problem}; {remedy}")
 
     @property

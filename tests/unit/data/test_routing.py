@@ -11,11 +11,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite.data.packs import TokenHistory, check_trajectory, lazy_pack, pad_checked
-from rlite.data.routing import ROUTED, RoutingShape, check_routing, entries_of_table
+from rlite.data.routing import ROUTED, RoutingShape, RoutingTable, check_routing
 from rlite.errors import DataError
 from rlite.types import LLMResponse
 
 SHAPE = RoutingShape(num_layers=2, top_k=2, num_experts=8)
+TABLE = RoutingTable(SHAPE, layers=(1, 2), num_all=3)
 
 
 def choices(count: int, shape: RoutingShape = SHAPE, seed: int = 0) -> Tensor:
@@ -124,7 +125,7 @@ def test_a_table_of_vllm_or_sglang_becomes_entries(has_dense_layers: bool) -> No
     chosen = choices(6)
     table = np.zeros((6, 3 if has_dense_layers else 2, 2), np.int32)
     table[:, 1 if has_dense_layers else 0 :] = chosen.numpy()
-    entries = entries_of_table(table, SHAPE, layers=[1, 2], num_all=3, num_prompt=4)
+    entries = TABLE.entries(table, 3)
     assert [len(rows) for rows in entries] == [4, 1, 1]
     assert [row for rows in entries for row in rows] == rows_of(chosen)
 
@@ -140,4 +141,4 @@ def test_a_table_of_vllm_or_sglang_becomes_entries(has_dense_layers: bool) -> No
 )
 def test_a_table_of_another_form_is_refused(table: np.ndarray, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
-        entries_of_table(table, SHAPE, layers=[1, 2], num_all=3, num_prompt=4)
+        TABLE.entries(table, 4)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlite.backends.serving.sampler import objection
 from rlite.backends.sglang.client import MAX_KEPT, TokenStream, generate_body
+from rlite.data.routing import ROUTED, RoutingShape, RoutingTable
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
 
 
@@ -121,3 +124,37 @@ def test_kept_ids_are_at_most_so_many_and_empty_if_nothing_is_truncated() -> Non
     plain = request_of(extras=("kept_ids",))
     assert "return_sampling_mask" not in generate_body(plain, "name", 512, 150_000)
     assert TokenStream(plain, []).chunk(event(2, [5, 6]), 0).extras == {"kept_ids": [[], []]}
+
+
+TABLE = RoutingTable(RoutingShape(num_layers=2, top_k=2, num_experts=8), layers=(1, 2), num_all=3)
+
+
+def encoded(table: np.ndarray) -> str:
+    return base64.b64encode(table.astype(np.int32).tobytes()).decode()
+
+
+def test_the_experts_of_all_tokens_come_with_the_last_event() -> None:
+    request = request_of((8,), extras=(ROUTED,))
+    assert generate_body(request, "name", 512, 100)["return_routed_experts"] is True
+    assert "return_routed_experts" not in generate_body(request_of(), "name", 512, 100)
+    stream, end = TokenStream(request, [], TABLE), {"type": "length", "length": 3}
+    chosen = np.stack([np.random.default_rng(seed).permutation(8)[:2] for seed in range(18)]).reshape(6, 3, 2)
+    first = stream.chunk(event(1, [5]), 0)
+    last = stream.chunk(event(3, [6, 7], end, routed_experts=encoded(chosen)), 0)
+    assert first.extras == {ROUTED: [[]]}
+    assert [len(rows) for rows in last.extras[ROUTED]] == [5, 1]
+    found = [list(row) for rows in last.extras[ROUTED] for row in rows]
+    assert found == chosen[:, 1:].reshape(6, -1).tolist()
+    assert TokenStream(request_of((8,), extras=(ROUTED,)), [], TABLE).chunk(event(1, [5], end), 0).extras == {
+        ROUTED: [[]]
+    }
+
+
+@pytest.mark.parametrize(
+    "table", [np.zeros((4, 3, 3)), np.zeros((2, 3, 2)), np.zeros((4, 4, 2)), np.full((4, 3, 2), 8)]
+)
+def test_a_table_of_another_model_ends_its_request_alone(table: np.ndarray) -> None:
+    stream = TokenStream(request_of((8,), extras=(ROUTED,)), [], TABLE)
+    chunk = stream.chunk(event(1, [5], {"type": "length"}, routed_experts=encoded(table)), 0)
+    assert "the engine returned routed_experts" in str(chunk.error)
+    assert stream.is_finished

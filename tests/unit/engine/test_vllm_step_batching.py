@@ -46,6 +46,7 @@ class Script:
         for name, token, client in model_runner_output.made:
             reason = "stop" if token == END else None
             output = SimpleNamespace(request_id=name, new_token_ids=[token], finish_reason=reason, new_logprobs=None)
+            output.routed_experts = vars(model_runner_output).get("routed_experts")
             by_client.setdefault(client, message()).outputs.append(output)
         return by_client
 
@@ -161,3 +162,19 @@ def test_kept_ids_of_steps_of_different_widths_stay_with_their_tokens() -> None:
     sent = step(on, ("b", 6), width=5)[0]
     assert sent["a"] == ([1, 5], [-1.0, -5.0], [[1], []])
     assert sent["b"] == ([2, 6], [-2.0, -6.0], [[2], [6, 6, 6]])
+
+
+def test_the_experts_of_several_steps_leave_in_the_order_of_their_tokens() -> None:
+    on = new(names="a")
+    for token, rows in ((1, 3), (2, 1), (END, 1)):
+        ids = np.array([[token, token]])
+        made = SimpleNamespace(
+            made=[("a", token, 0)],
+            logprobs=LogprobsLists(ids, -ids.astype(np.float32), ids[:, 0]),
+            req_id_to_index={"a": 0},
+            routed_experts=np.full((rows, 2, 2), token, np.uint8),
+        )
+        sent = on.update_from_output(SimpleNamespace(total_num_scheduled_tokens=1), made)
+    (output,) = sent[0].outputs
+    assert output.new_token_ids == [1, 2, END]
+    assert output.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, END]

@@ -45,10 +45,20 @@ TEXTS: dict[str, dict[str, Any]] = {
     "phimoe": {},
     "gemma4_text": {},
     "nemotron_h": {"layer_types": ["mamba", "moe", "attention"], "num_hidden_layers": 3},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "glm4_moe_lite": {},
+    "falcon_h1": {},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "gemma2": {},
 }
 """types of text models, with values of their configs"""
 VOCABULARY = 320
 """enough for the tests' tokenizer"""
+TEXTS |= {"kimi_linear": {}} if "kimi_linear" in transformers.CONFIG_MAPPING else {}  # since 5.17
 CONTAINERS = ("qwen3_5", "gemma3", "gemma4", "mistral3")
 
 
