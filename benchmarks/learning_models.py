@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -89,7 +89,7 @@ def build_blank(kind: str, folder: Path, seed: int) -> Path:
 
 
 def learn(kind: str, seed: int, folder: Path) -> None:
-    """Run the quickstart with a model of a kind."""
+    """Run the quickstart with a model of a kind, and write the CPU seconds of this process and of its children."""
     options = QuickstartConfig(folder=str(folder), seed=seed)
     train, held_out = problems(options, folder)
     rlite.init(num_devices=1, num_threads=1)
@@ -97,16 +97,14 @@ def learn(kind: str, seed: int, folder: Path) -> None:
     warm_start(options, blank, folder, train)
     reinforce(options, folder, folder / "warm", train, held_out)
     rlite.shutdown()
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    (folder / "cpu.json").write_text(json.dumps(sum(usage.ru_utime + usage.ru_stime for usage in usages)))
 
 
-def measured_run(kind: str, seed: int, folder: Path) -> None:
-    """Run `learn` in a process, and write the CPU seconds of it and of its children."""
+def run_in_a_process(kind: str, seed: int, folder: Path) -> None:
+    """Run `learn` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.learning_models", "--run", kind, str(seed), "--folder", str(folder)]
-    program = subprocess.Popen(command)
-    _, status, usage = os.wait4(program.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)}: exit status {os.waitstatus_to_exitcode(status)}")
-    (folder / "cpu.json").write_text(json.dumps(usage.ru_utime + usage.ru_stime))
+    subprocess.run(command, check=True)
 
 
 def curve(folder: Path) -> tuple[list[float], list[float]]:
@@ -176,7 +174,7 @@ def main() -> None:
     folders = {(kind, seed): asked.folder / f"{kind}-{seed}" for seed in asked.seeds for kind in asked.kinds}
     for (kind, seed), folder in folders.items():
         if not (folder / "cpu.json").exists():
-            measured_run(kind, seed, folder)
+            run_in_a_process(kind, seed, folder)
     sys.exit(0 if report(dict(sorted(folders.items())), asked.out) else 1)
 
 
