@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -22,13 +23,17 @@ from tests.mixtures import build_mixture_dir
 from tests.recorded import recorded, without_times
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = {"sft": 24, "ppo": 8, "grpo": 6}
+STEPS = {"sft": 24, "ppo": 8, "grpo": 6, "experts": 4}
+PROGRAMS = {"experts": "ppo"}
+"""the trainer of a run that has a name of its own"""
 LEFT = {
     "sft": ["step-21", "step-24"],
     "ppo": ["step-6", "step-6-critic", "step-8", "step-8-critic"],
     "grpo": ["step-4", "step-6"],
+    "experts": ["step-2", "step-2-critic", "step-4", "step-4-critic"],
 }
 EXPORTS = {"sft": ["latest", "best"], "ppo": ["latest", "critic_latest"], "grpo": ["latest"]}
+EXPORTS["experts"] = EXPORTS["ppo"]
 MACHINE = ("second", "time", "memory", "mfu")
 """parts of names that only metrics of the machine have"""
 RUN_S = 300.0
@@ -56,7 +61,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
-    """Return the options of a small run of a trainer, without the folder of its results: grpo's has experts."""
+    """Return the options of a small run of a trainer, without the folder of its results.
+
+    The model of "grpo" and "experts" has experts, which "experts" divides among two ranks.
+    """
     sft = [
         f"actor.model_name={models['qwen2']}",
         "actor.lr=1e-3",
@@ -93,11 +101,23 @@ def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
         "actor.routing_replay=rollout",
         f"trainer.total_steps={STEPS['grpo']}",
     ]
-    return {"sft": sft, "ppo": ppo, "grpo": grpo}
+    experts = [
+        *(option for option in ppo if not option.startswith(("critic", "actor.model_name", "trainer.total"))),
+        *(f"{role}.{option}" for role in ("actor", "critic") for option in (f"model_name={mixture}", "ep_size=2")),
+        *("kl.type=reward", "kl.reward_estimator=k1", "kl.coef=0.001", "actor.router_aux_loss_coef=0.001"),
+        f"trainer.total_steps={STEPS['experts']}",
+    ]
+    return {"sft": sft, "ppo": ppo, "grpo": grpo, "experts": experts}
 
 
 def command(ranks: int, trainer: str, options: Sequence[str], save_dir: Path, *further: str) -> list[str]:
-    program = ["-m", f"rlite.trainer.{trainer}", *options, f"trainer.save_dir={save_dir}", *further]
+    program = [
+        "-m",
+        f"rlite.trainer.{PROGRAMS.get(trainer, trainer)}",
+        *options,
+        f"trainer.save_dir={save_dir}",
+        *further,
+    ]
     if ranks == 1:
         return program
     return ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}", *program]
@@ -193,6 +213,7 @@ def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
         ("grpo", 1),
         pytest.param("sft", 1, marks=pytest.mark.nightly),
         pytest.param("ppo", 2, marks=pytest.mark.nightly),
+        pytest.param("experts", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_killed_run_ends_with_same_results(
@@ -234,6 +255,17 @@ def test_a_run_of_two_ranks_goes_on_as_one(
             assert found[key] == expected[key], "the same rows"
         for key in found.keys() & {"loss", "test_loss", "reward", "critic/loss"}:
             assert found[key] == pytest.approx(expected[key], abs=1e-5), f"{key} at step {found['step']}"
+
+
+def test_ppo_of_a_mixture_runs_under_torchrun_with_divided_experts(whole: Whole) -> None:
+    records = curve(whole("experts", 2), 1, STEPS["experts"])
+    for record in records:
+        assert record["moe/replay_differs"] == 0.0
+        assert record["routing_recorded"] == 1.0
+        assert 1.0 <= record["moe/load_max"] <= 4.0
+        assert record["moe/nonfinite_tokens"] == 0.0
+        assert {"loss", "critic/loss", "critic/moe/load_max", "reward", "kl"} <= record.keys()
+        assert all(math.isfinite(value) for value in record.values())
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(

@@ -173,7 +173,8 @@ def main(argv: Sequence[str]) -> None:
     rlite.init(num_devices=1)
     warm = folder / "warm"
     if not warm.exists():
-        warm_start(options, folder, train)
+        blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
+        warm_start(options, blank, folder, train)
     summary = reinforce(options, folder, warm, train, held_out)
     rlite.shutdown()
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
@@ -198,15 +199,15 @@ def shortened(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "messages": [{"role": "user", "content": f"reverse {row['metadata']['word']}"}]}
 
 
-def warm_start(options: QuickstartConfig, folder: Path, train: Sequence[Any]) -> None:
+def warm_start(options: QuickstartConfig, blank: Path, folder: Path, train: Sequence[Any]) -> None:
     """Teach the format and short words by imitation; writes `folder/warm`.
 
     Args:
         options: the quickstart's options.
+        blank: folder of the untrained model.
         folder: the run's folder.
         train: training problems.
     """
-    blank = build_tiny_qwen3(folder / "blank", seed=options.seed, hidden_size=128, intermediate_size=256)
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
     turns = ({"role": "assistant", "content": answer} for answer in answers)
     chats = [{"messages": [*row["messages"], turn]} for row, turn in zip(train, turns, strict=True)]

@@ -19,6 +19,7 @@ from transformers import (
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rlite.backends.models import mixers as module
 from rlite.backends.models.architecture import refusal
@@ -114,6 +115,19 @@ def test_tokens_in_chunks_and_one_by_one_give_what_the_whole_sequence_gives(kind
             torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-4)
             assert after is not None
             torch.testing.assert_close(after, state, atol=1e-5, rtol=1e-4)
+
+
+def test_the_chunked_delta_rule_has_other_bits_than_the_step_by_step_one_that_serves() -> None:
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(1, 20, 4, 16, generator=generator) for _ in range(3))
+    decay, beta = -torch.rand(1, 20, 4, generator=generator), torch.rand(1, 20, 4, generator=generator)
+    facts = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+    trained, served = (
+        rule(query, key, value, g=decay, beta=beta, **facts)[0]
+        for rule in (modeling_qwen3_5.torch_chunk_gated_delta_rule, modeling_qwen3_5.torch_recurrent_gated_delta_rule)
+    )
+    torch.testing.assert_close(trained, served, atol=1e-5, rtol=1e-4)
+    assert not torch.equal(trained, served), "deterministic=true could train what it serves"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba"])
