@@ -1,13 +1,13 @@
 """The comparisons of `benchmarks.architectures`, and the program that runs them for some classes.
 
-    python -m benchmarks.architecture_columns --out FOLDER TYPE...
+    python -m benchmarks.architecture_columns --out FOLDER --devices 1 TYPE...
 
-For each config of a class, a small model with random weights is built on two CPU processes. The engines compute
+For each config of a class, a small model with random weights is built on one or two CPU processes. The engines compute
 log-probabilities of several sequences in one pack. They are compared with those of the unmodified model, which reads
 one sequence at a time. Each config's result is a file in FOLDER; a config that has one already is left out.
 
-A column of the table is an entry of COLUMNS: a comparison that returns an error, or raises rlite's own error where the
-model is refused, or `NotApplicable`.
+A column of the table is an entry of ALONE or PAIRED: a comparison that returns an error. It raises rlite's own error if
+the model is refused, and `NotApplicable` if the column does not concern it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -80,35 +80,39 @@ class Case(NamedTuple):
 
 
 Compare = Callable[[Case], float]
-COLUMNS: dict[str, Compare] = {
+ALONE: dict[str, Compare] = {
     "train": lambda case: train_error(case) + gradient_error(case.text),
-    "tp 2": lambda case: train_error(case, tensor_parallel_size=2, tp_size=2),
-    "sp 2": lambda case: train_error(case, tensor_parallel_size=2, sp_size=2),
-    "ep 2": lambda case: experts_error(case),
     "serve": lambda case: served_error(case),
-    "serve tp 2": lambda case: served_error(case, tensor_parallel_size=2),
     "replay": lambda case: replay_error(case),
     "round trip": lambda case: round_trip_error(case),
     "LoRA": lambda case: lora_error(case),
 }
-"""comparisons by the title of their column"""
+PAIRED: dict[str, Compare] = {
+    "tp 2": lambda case: train_error(case, tensor_parallel_size=2, tp_size=2),
+    "sp 2": lambda case: train_error(case, tensor_parallel_size=2, sp_size=2),
+    "ep 2": lambda case: experts_error(case),
+    "serve tp 2": lambda case: served_error(case, tensor_parallel_size=2),
+}
+COLUMNS = {1: ALONE, 2: PAIRED}
+"""comparisons by the number of their devices and the title of their column"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--devices", type=int, default=1, choices=list(COLUMNS), help="default: %(default)s")
     parser.add_argument("types", nargs="+", help="model types")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         forked_python.prepare(Path(folder))  # which starts the ranks
-        stack.enter_context(world(2))
-        compare(args.out, args.types, verdicts_of)
+        stack.enter_context(world(args.devices))
+        compare(args.out, args.types, args.devices, partial(verdicts_of, COLUMNS[args.devices]))
 
 
-def verdicts_of(name: str, make: Maker) -> dict[str, Verdict]:
-    """Return the verdicts of one config in each column."""
+def verdicts_of(columns: Mapping[str, Compare], name: str, make: Maker) -> dict[str, Verdict]:
+    """Return the verdicts of one config in some columns."""
     try:
         config = make()
         text = causal_config(config)
@@ -118,11 +122,11 @@ def verdicts_of(name: str, make: Maker) -> dict[str, Verdict]:
         inner = model if text is config else text_model(model)
         expected = alone(model).detach()
     except Exception as error:
-        return dict.fromkeys(COLUMNS, Verdict(NOT_BUILT, named(name, summary(error))))
+        return dict.fromkeys(columns, Verdict(NOT_BUILT, named(name, summary(error))))
     with saved(model) as folder:
         byte_tokenizer().save_pretrained(folder)
         case = Case(folder, model, inner, expected)
-        found = {column: verdict(partial(compare, case)) for column, compare in COLUMNS.items()}
+        found = {column: verdict(partial(compare, case)) for column, compare in columns.items()}
     return {column: Verdict(each.name, each.reason and named(name, each.reason)) for column, each in found.items()}
 
 

@@ -29,14 +29,15 @@ from tests.integration.worlds import world
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("types", nargs="+", help="model types")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         forked_python.prepare(Path(folder))
-        stack.enter_context(world(1))
-        released.compare(args.out, args.types, verdicts_of)
+        stack.enter_context(world(args.devices))
+        released.compare(args.out, args.types, args.devices, verdicts_of)
 
 
 def verdicts_of(name: str, make: released.Maker) -> dict[str, Any]:

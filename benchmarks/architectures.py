@@ -36,7 +36,8 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from benchmarks.architecture_columns import COLUMNS, EQUAL, NOT_BUILT, NOTHING, REFUSED, WRONG, Verdict
-from benchmarks.released import classes, configs_of, current_file, result_file, write_result
+from benchmarks.released import classes, configs, current_file, result_file
+from rlite.wording import counted
 
 ROOT = Path(__file__).parents[1]
 EARLIER = Path(__file__).with_name("architectures_earlier.json")
@@ -106,6 +107,9 @@ inference engine do their own checks.
 """
 
 
+NOT_COMPARED = "not compared"
+
+
 class Row(NamedTuple):
     """Verdicts of one class by column."""
 
@@ -121,6 +125,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="model types; default: all")
     parser.add_argument("--results", type=Path, help="folder that keeps results; default: a temporary one")
     parser.add_argument("--limit", type=float, default=600, help="most seconds of one config; default: %(default)s")
+    parser.add_argument("--partial", action="store_true", help="compare nothing; make the page of the results so far")
+    parser.add_argument("--tree", help="subfolder of the results; default: a hash of rlite's source")
     parser.add_argument("--earlier", type=Path, help="count the classes of this checkout of an earlier commit instead")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -129,8 +135,10 @@ def main() -> None:
         if args.earlier:
             count_earlier(args.earlier.resolve(), folder, args.limit, args.only)
             return
-        folder = folder / tree_hash(ROOT)
-        compare(child_command("-m", "benchmarks.architecture_columns"), ROOT, folder, args.limit, args.only)
+        folder = folder / (args.tree or tree_hash(ROOT))
+        for devices in () if args.partial else COLUMNS:
+            command = child_command("-m", "benchmarks.architecture_columns")
+            compare(command, ROOT, folder, devices, args.limit, args.only)
         rows = [Row(*names, joined_row(folder, names[0])) for names in classes_by_type(args.only)]
     page = render(rows)
     if args.write:
@@ -158,32 +166,34 @@ def child_command(*program: str) -> list[str]:
     return [sys.executable, "-W", "ignore", *program]
 
 
-def compare(command: Sequence[str], tree: Path, folder: Path, limit: float, only: Sequence[str] | None) -> None:
+def compare(
+    command: Sequence[str], tree: Path, folder: Path, devices: int, limit: float, only: Sequence[str] | None
+) -> None:
     """Run a program over all classes until each config has a result in the folder.
 
     Args:
-        command: the program; it takes `--out` and model types, and calls `benchmarks.released.compare`.
+        command: the program; it takes `--out`, `--devices` and model types, and calls `benchmarks.released.compare`.
         tree: checkout whose packages it imports.
         folder: folder of the results.
+        devices: number of devices of the columns.
         limit: most seconds of one config.
         only: model types; None for all.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {
-        (each.model_type, name): result_file(folder, each.model_type, name)
-        for each in classes(only)
-        for name, _ in configs_of(each)
-    }
+    files = {(kind, name): result_file(folder, kind, name, devices) for kind, name, _ in configs(only)}
     while missing := [key for key, file in files.items() if not file.exists()]:
         types = list(dict.fromkeys(kind for kind, _ in missing))
-        print(f"{len(missing)} of {len(files)} configs to compare, from {types[0]}", flush=True)
-        stuck = run_child([*command, "--out", str(folder), *types], tree, folder, limit)
-        reason = f"takes longer than {limit:.0f} s" if stuck else "ends the process"
+        print(
+            f"{counted(devices, 'device')}: {len(missing)} of {len(files)} configs to compare, from {types[0]}",
+            flush=True,
+        )
+        program = [*command, "--out", str(folder), "--devices", str(devices), *types]
+        reason = f"takes longer than {limit:.0f} s" if run_child(program, tree, folder, limit) else "ends the process"
         current = tuple(current_file(folder, os.getpid()).read_text().split("\n", 1))
-        if current not in missing:
+        if current not in files:
             raise SystemExit("the comparing process ended before it compared a config; see its output above")
         if not files[current].exists():
-            write_result(files[current], dict.fromkeys(COLUMNS, Verdict(NOT_BUILT, reason)))
+            files[current].write_text(json.dumps(dict.fromkeys(COLUMNS[devices], Verdict(NOT_BUILT, reason))))
 
 
 def run_child(command: Sequence[str], tree: Path, folder: Path, limit: float) -> bool:
@@ -209,15 +219,20 @@ def run_child(command: Sequence[str], tree: Path, folder: Path, limit: float) ->
 
 def joined_row(folder: Path, model_type: str) -> dict[str, Verdict]:
     """Return the verdicts of a class by column, over all of its configs."""
-    (config_class,) = classes([model_type])
-    files = [result_file(folder, model_type, name) for name, _ in configs_of(config_class)]
-    found = [{column: Verdict(*each) for column, each in json.loads(file.read_text()).items()} for file in files]
-    return {column: joined([each[column] for each in found]) for column in found[0]}
+    row = {}
+    for devices, columns in COLUMNS.items():
+        files = [result_file(folder, kind, name, devices) for kind, name, _ in configs([model_type])]
+        found = [json.loads(file.read_text()) for file in files if file.exists()]
+        is_whole = len(found) == len(files)
+        for column in columns:
+            verdicts = [Verdict(*each[column]) for each in found if column in each]
+            row[column] = joined(verdicts if is_whole and verdicts else [*verdicts, Verdict(NOT_COMPARED)])
+    return row
 
 
 def joined(found: Sequence[Verdict]) -> Verdict:
     """Return the verdict of a class: the worst of its configs'."""
-    order = (WRONG, REFUSED, NOT_BUILT, EQUAL, NOTHING)
+    order = (WRONG, REFUSED, NOT_BUILT, NOT_COMPARED, EQUAL, NOTHING)
     return min(found, key=lambda verdict: order.index(verdict.name))
 
 
@@ -225,7 +240,7 @@ def count_earlier(checkout: Path, folder: Path, limit: float, only: Sequence[str
     """Count the classes that an earlier commit trains and serves, with the configs of today."""
     folder = folder / tree_hash(checkout)
     program = Path(__file__).with_name("architecture_columns_earlier.py")
-    compare(child_command(str(program)), checkout, folder, limit, only)
+    compare(child_command(str(program)), checkout, folder, 1, limit, only)
     commit = subprocess.run(
         ["git", "rev-parse", "--short=8", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -239,7 +254,7 @@ def count_earlier(checkout: Path, folder: Path, limit: float, only: Sequence[str
 
 def render(rows: list[Row]) -> str:
     """Return the page."""
-    titles = ["type", "class", *COLUMNS, "reason"]
+    titles = ["type", "class", *(title for columns in COLUMNS.values() for title in columns), "reason"]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for model_type, name, verdicts in rows:
         prefix = re.compile(rf"{name} \('[\w-]+'\) ")

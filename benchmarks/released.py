@@ -193,6 +193,37 @@ RELEASED: Mapping[str, Mapping[str, Fields]] = {
         | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "n_shared_experts": 2}
         | {"routed_scaling_factor": 2.446},
     },
+    "deepseek_v2": {
+        "DeepSeek-V2-Lite": {"first_k_dense_replace": 1, "q_lora_rank": None, "num_experts_per_tok": 6}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 2048, "n_group": 1, "topk_group": 1}
+        | {"rope_parameters": {**YARN, "rope_theta": 1e4, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        "DeepSeek-V2": {"first_k_dense_replace": 1, "n_routed_experts": 160, "num_experts_per_tok": 6}
+        | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0},
+    },
+    "dots1": {
+        "dots.llm1": {"num_hidden_layers": 3, "n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    },
+    "dbrx": {
+        "dbrx": {"n_layers": 2, "n_heads": 48, "d_model": 6144}
+        | {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 5e5}}
+        | {"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}
+    },
+    "exaone4": {
+        "EXAONE-4.0-1.2B": {"num_key_value_heads": 8, "hidden_size": 2048, "tie_word_embeddings": True}
+        | {"sliding_window": None, "rope_parameters": {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}},
+        "EXAONE-4.0-32B": {"num_hidden_layers": 5, "num_attention_heads": 40, "num_key_value_heads": 8}
+        | {"hidden_size": 5120, "rope_parameters": {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}},
+    },
+    "cohere2": {
+        "command-r7b": {"num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"hidden_size": 4096, "logit_scale": 0.25},
+    },
+    "stablelm": {
+        "stablelm-2-1.6b": {"hidden_size": 2048, "use_qkv_bias": True},
+        "stablelm-2-12b": {"hidden_size": 5120, "num_key_value_heads": 8, "qk_layernorm": True}
+        | {"use_parallel_residual": True},
+    },
     "glm4_moe": {
         "GLM-4.5-Air": {"num_hidden_layers": 3, "attention_bias": True, "head_dim": 128},
         "GLM-4.5, 4.6 and 4.7": {"num_hidden_layers": 5, "attention_bias": True, "head_dim": 128, "use_qk_norm": True}
@@ -324,21 +355,30 @@ RELEASED: Mapping[str, Mapping[str, Fields]] = {
 def released_config(config_class: type[PreTrainedConfig], name: str) -> PreTrainedConfig:
     """Return the config of a class that has the shape of a released checkpoint."""
     fields = dict(RELEASED[config_class.model_type][name])
-    if not config_class.sub_configs and not {"num_hidden_layers", "layer_types", "hybrid_override_pattern"} & {*fields}:
-        fields["num_hidden_layers"] = 2
-    elif "layer_types" in fields:
+    if "layer_types" in fields:
         fields["num_hidden_layers"] = len(fields["layer_types"])
+    elif not config_class.sub_configs and "hybrid_override_pattern" not in fields:
+        fields.setdefault("num_hidden_layers", 2)
     return AutoConfig.for_model(config_class.model_type, **fields)
 
 
-def compare(folder: Path, types: Sequence[str], verdicts_of: Callable[[str, Maker], Mapping[str, Any]]) -> None:
-    """Write the result of each config of some classes that has none yet, and before it its type and name."""
-    for config_class in classes(types):
-        for name, make in configs_of(config_class):
-            file = result_file(folder, config_class.model_type, name)
-            if not file.exists():
-                current_file(folder, os.getppid()).write_text(f"{config_class.model_type}\n{name}")
-                write_result(file, verdicts_of(name, make))
+def compare(
+    folder: Path, types: Sequence[str], devices: int, verdicts_of: Callable[[str, Maker], Mapping[str, Any]]
+) -> None:
+    """Write the result of each config of some classes that has none yet, and before it the config's type and name."""
+    for kind, name, make in configs(types):
+        file = result_file(folder, kind, name, devices)
+        if not file.exists():
+            current_file(folder, os.getppid()).write_text(f"{kind}\n{name}")
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(verdicts_of(name, make), indent=0))
+            part.rename(file)
+
+
+def configs(types: Sequence[str] | None = None) -> Iterator[tuple[str, str, Maker]]:
+    """Yield model types with names and makers of the configs of their classes; released configs come first."""
+    for config_class in sorted(classes(types), key=lambda config_class: config_class.model_type not in RELEASED):
+        yield from ((config_class.model_type, *each) for each in configs_of(config_class))
 
 
 def classes(types: Sequence[str] | None = None) -> list[type[PreTrainedConfig]]:
@@ -347,22 +387,15 @@ def classes(types: Sequence[str] | None = None) -> list[type[PreTrainedConfig]]:
     return [each for each in found if types is None or each.model_type in types]
 
 
-def result_file(folder: Path, model_type: str, name: str) -> Path:
+def result_file(folder: Path, model_type: str, name: str, devices: int) -> Path:
     """Return the file of a config's result; its name changes with the fields of a released config."""
     fields = json.dumps(RELEASED.get(model_type, {}).get(name), sort_keys=True, default=str)
-    return folder / f"{model_type}--{hashlib.sha256(f'{name} {fields}'.encode()).hexdigest()[:12]}.json"
+    return folder / f"{model_type}--{hashlib.sha256(f'{name} {fields}'.encode()).hexdigest()[:12]}--{devices}.json"
 
 
 def current_file(folder: Path, process: int) -> Path:
     """Return the file with the type and name of the config that a child of a process compares."""
     return folder / f"current-{process}"
-
-
-def write_result(file: Path, found: Mapping[str, Any]) -> None:
-    """Write the verdicts of a config by column, at once."""
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=0))
-    part.rename(file)
 
 
 def configs_of(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, Maker]]:
