@@ -1,51 +1,47 @@
 """Compare rlite with transformers for every causal language model: equal, refused, or not built.
 
-    python -m benchmarks.architectures --write docs/architectures.md
+    python -m benchmarks.architectures --write docs/architectures.md --results outputs/architectures
 
 For each class of transformers' mapping, small models with random weights are built on two CPU processes: from configs
 shaped like released checkpoints (`benchmarks/released.py`), or from the default config where there are none. The
-engines compute log-probabilities of several sequences in one pack. They are compared with those of the unmodified
-model, which reads one sequence at a time. The gradients of a pack are compared too. If the engines accept a model and
-compute it wrongly, the command ends with an error.
+columns are the comparisons of `benchmarks/architecture_columns.py`. If the engines accept a model and compute it
+wrongly, the command ends with an error.
 
-A column of the table is an entry of COLUMNS: a comparison that returns an error, or raises rlite's own error where the
-model is refused.
+The comparisons run in child processes. A config that takes longer than `--limit` seconds ends its child, and the next
+child continues with the class after it. Results are files, by a hash of rlite's source and the config, so a command
+that was stopped continues where it was, and several commands can share one folder (`--only`).
+
+`--earlier CHECKOUT` counts the classes that an earlier commit trains and serves, with the same configs, and keeps the
+counts in `benchmarks/architectures_earlier.json`. The page states them beside those of today.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import peft
 import torch
 import transformers
-from accelerate import init_empty_weights
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from benchmarks.released import RELEASED, released_config
-from rlite import RliteInferenceEngine, RliteTrainEngine
-from rlite.assembly.quickstart.run import byte_tokenizer
-from rlite.backends.models.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences
-from rlite.errors import RliteError
-from rlite.nn import HuggingFaceFsdp2TrainModule, LoraOptions
-from rlite.nn.pretrained import causal_lm_class, summary
-from rlite.trainer.model.modules import policy_module
-from rlite.trainer.model.options import OptimizerOptions
-from tests import forked_python
-from tests.integration.modules import num_counted, token_loss
-from tests.integration.worlds import world
+from benchmarks.architecture_columns import COLUMNS, EQUAL, NOT_BUILT, NOTHING, REFUSED, WRONG, Verdict
+from benchmarks.released import classes, configs, current_file, result_file
+from rlite.wording import counted
 
-EQUAL, REFUSED, WRONG, NOT_BUILT = "equal", "refused", "WRONG", "not built"
+ROOT = Path(__file__).parents[1]
+EARLIER = Path(__file__).with_name("architectures_earlier.json")
+"""counts of an earlier commit: its name, the number of configs, and the classes that train and serve"""
 HEAD = """# Models
 
 Both engines run unmodified Hugging Face models with rlite's own attention, and pack several sequences into one forward.
@@ -56,9 +52,11 @@ attributes. If the config does not list the kinds layer by layer, the copy has a
 
 - a token reaches other tokens by other means than attention and known mixers. Attention is switched off, each token is
   a document for the mixers, and the embeddings of one token are NaN: the NaN must stay at this token.
-- a mixer lets documents of a pack reach each other, again found by NaN, or its gradients differ in a pack.
+- a mixer lets documents of a pack reach each other, again found by NaN.
 - the config names a kind of layer that rlite does not know.
-- the logits of a pack differ from those of transformers. They are compared in float64.
+- the logits of a pack or the gradients of a parameter differ from those of transformers. They are compared in float64,
+  and gradients of mixtures of experts and of mixers in training mode.
+- experts are no fused matrices, or a tensor does not survive the way from a checkpoint into the model and back.
 - the log-probabilities of served tokens differ from those of transformers.
 - on GPUs in 16 bits, heads are wider than 256 or scores have a soft cap. torch's flash attention takes neither.
 
@@ -69,18 +67,28 @@ and values that attention is given. For latent attention (DeepSeek-V3, MiniCPM3)
 The table below is the output of `python -m benchmarks.architectures --write docs/architectures.md`,
 made with transformers {version}: one row for every class in transformers' causal language mapping. The models have
 the shape of released checkpoints, which `benchmarks/released.py` lists: windows, mixtures of layers, rotary scaling,
-tied embeddings. A class without such checkpoints there has its default config. An entry holds for all configs of
-the class. The entries mean:
+partial rotary embeddings, tied embeddings. A class without such checkpoints there has its default config with at most
+8 layers. An entry holds for all configs of the class. The entries mean:
 
-- **equal**: log-probabilities equal the unmodified model's in evaluation mode, and gradients are equal in training.
-- **refused**: `build` raises ConfigError. The last column gives the reason.
+- **equal**: log-probabilities equal the unmodified model's in float32 in evaluation mode, and gradients are equal.
+- **refused**: `build` raises ConfigError. The last column gives the reason, after the config's name.
 - **not built**: no small model could be built from a config, so there was nothing to compare. `build` refuses
   such a model too, unless the comparison works with the checkpoint's own config.
+- **-**: the model has no experts.
 
-The columns *train* and *serve* use one device. *tp 2* splits matrices over two devices (`tp_size=2`), and *sp 2* splits
-tokens over two devices (`sp_size=2`). *serve tp 2* is an inference engine with `tensor_parallel_size=2`. *round trip*
-trains nothing and exports the stored checkpoint again, with the same names and bytes. *LoRA* trains an adapter, which
-PEFT loads, and whose merged export transformers loads. Encoders are built with `is_decoder=true`.
+| column | what is compared |
+|---|---|
+| train, serve | training and generation on one device |
+| tp 2 | matrices split over two devices (`tp_size=2`) |
+| sp 2 | tokens of a sequence split over two devices (`sp_size=2`) |
+| ep 2 | experts divided over two devices (`ep_size=2`), by transformers' expert parallel plan |
+| serve tp 2 | an inference engine with `tensor_parallel_size=2` |
+| replay | chosen experts are replayed (`actor.routing_replay`), and the own choice gives the same logits bit for bit |
+| round trip | a checkpoint that is read and exported again has the same names and bytes |
+| LoRA | a trained adapter, which PEFT loads, and its merged export, which transformers loads |
+
+Encoders are built with `is_decoder=true`. Multimodal models are read from the checkpoint of the whole model, and their
+text model is trained and served.
 
 - A checkpoint may differ from its class's default config, for instance by a sliding window. `build` checks the
   checkpoint's config.
@@ -99,236 +107,174 @@ inference engine do their own checks.
 """
 
 
-class Module(HuggingFaceFsdp2TrainModule):
-    """Train module without an optimizer, for forward passes alone."""
+NOT_COMPARED = "not compared"
 
 
-class Verdict(NamedTuple):
-    """Result of one class in one column of the table, with the reason."""
+class Row(NamedTuple):
+    """Verdicts of one class by column."""
 
+    model_type: str
     name: str
-    reason: str = ""
-
-
-class Case(NamedTuple):
-    """A small model of one config."""
-
-    folder: str
-    """its checkpoint"""
-    model: PreTrainedModel
-    expected: Tensor
-    """its logits of `sequences`"""
-
-
-Compare = Callable[[Case], float]
-COLUMNS: dict[str, Compare] = {
-    "train": lambda case: train_error(case) + gradient_error(case.model),
-    "tp 2": lambda case: train_error(case, tensor_parallel_size=2, tp_size=2),
-    "sp 2": lambda case: train_error(case, tensor_parallel_size=2, sp_size=2),
-    "serve": lambda case: served_error(case),
-    "serve tp 2": lambda case: served_error(case, tensor_parallel_size=2),
-    "round trip": lambda case: round_trip_error(case),
-    "LoRA": lambda case: lora_error(case),
-}
-"""comparisons by the title of their column"""
+    """name of the class"""
+    verdicts: dict[str, Verdict]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="the page to write; default: print it")
     parser.add_argument("--only", nargs="*", help="model types; default: all")
-    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=list(COLUMNS), help="default: all")
+    parser.add_argument("--results", type=Path, help="folder that keeps results; default: a temporary one")
+    parser.add_argument("--limit", type=float, default=600, help="most seconds of one config; default: %(default)s")
+    parser.add_argument("--partial", action="store_true", help="compare nothing; make the page of the results so far")
+    parser.add_argument("--tree", help="subfolder of the results; default: a hash of rlite's source")
+    parser.add_argument("--earlier", type=Path, help="count the classes of this checkout of an earlier commit instead")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        forked_python.prepare(Path(folder))  # which starts the ranks
-        stack.enter_context(world(2))
-        for config_class in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING), key=lambda config_class: config_class.model_type):
-            if not args.only or config_class.model_type in args.only:
-                name = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
-                rows.append((config_class.model_type, name, verdicts(config_class, args.columns)))
-                print(name, *(verdict.name for verdict in rows[-1][2]), flush=True)
-    page = render(rows, args.columns)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.results or Path(temporary)
+        if args.earlier:
+            count_earlier(args.earlier.resolve(), folder, args.limit, args.only)
+            return
+        folder = folder / (args.tree or tree_hash(ROOT))
+        for devices in () if args.partial else COLUMNS:
+            command = child_command("-m", "benchmarks.architecture_columns")
+            compare(command, ROOT, folder, devices, args.limit, args.only)
+        rows = [Row(*names, joined_row(folder, names[0])) for names in classes_by_type(args.only)]
+    page = render(rows)
     if args.write:
         args.write.write_text(page)
     else:
         print(page)
-    if wrong := [row for row in rows if any(verdict.name == WRONG for verdict in row[2])]:
+    if wrong := [row for row in rows if any(verdict.name == WRONG for verdict in row.verdicts.values())]:
         raise SystemExit(f"accepted and computed wrongly: {wrong}")
 
 
-def verdicts(config_class: type[PreTrainedConfig], columns: Sequence[str]) -> list[Verdict]:
-    """Return the verdicts of a class in each column, over all of its configs."""
-    by_config = [verdicts_of(*named, columns) for named in configs_of(config_class)]
-    return [joined(column) for column in zip(*by_config, strict=True)]
+def tree_hash(root: Path) -> str:
+    """Return a hash of what results depend on besides the config: rlite's source, the comparisons, and versions."""
+    files = sorted((root / "rlite").rglob("*.py")) + sorted((root / "rlite").rglob("*.c"))
+    files.append(Path(__file__).with_name("architecture_columns.py"))
+    text = b"".join(file.read_bytes() for file in files) + f"{transformers.__version__} {torch.__version__}".encode()
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
-def configs_of(config_class: type[PreTrainedConfig]) -> Iterator[tuple[str, Callable[[], PreTrainedConfig]]]:
-    """Yield names and makers of the configs of a class: those of released checkpoints, or the default one."""
-    names = RELEASED.get(config_class.model_type, {})
-    yield from ((name, partial(released_config, config_class, name)) for name in names)
-    if not names:
-        yield "", partial(default_config, MODEL_FOR_CAUSAL_LM_MAPPING[config_class], config_class)
+def classes_by_type(only: Sequence[str] | None) -> list[tuple[str, str]]:
+    """Return model types with the names of their classes."""
+    return [(each.model_type, MODEL_FOR_CAUSAL_LM_MAPPING[each].__name__) for each in classes(only)]
 
 
-def verdicts_of(name: str, make: Callable[[], PreTrainedConfig], columns: Sequence[str]) -> list[Verdict]:
-    """Return the verdicts of one config in each column."""
+def child_command(*program: str) -> list[str]:
+    return [sys.executable, "-W", "ignore", *program]
+
+
+def compare(
+    command: Sequence[str], tree: Path, folder: Path, devices: int, limit: float, only: Sequence[str] | None
+) -> None:
+    """Run a program over all classes until each config has a result in the folder.
+
+    Args:
+        command: the program; it takes `--out`, `--devices` and model types, and calls `benchmarks.released.compare`.
+        tree: checkout whose packages it imports.
+        folder: folder of the results.
+        devices: number of devices of the columns.
+        limit: most seconds of one config.
+        only: model types; None for all.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {(kind, name): result_file(folder, kind, name, devices) for kind, name, _ in configs(only)}
+    while missing := [key for key, file in files.items() if not file.exists()]:
+        types = list(dict.fromkeys(kind for kind, _ in missing))
+        print(
+            f"{counted(devices, 'device')}: {len(missing)} of {len(files)} configs to compare, from {types[0]}",
+            flush=True,
+        )
+        program = [*command, "--out", str(folder), "--devices", str(devices), *types]
+        reason = f"takes longer than {limit:.0f} s" if run_child(program, tree, folder, limit) else "ends the process"
+        current = tuple(current_file(folder, os.getpid()).read_text().split("\n", 1))
+        if current not in files:
+            raise SystemExit("the comparing process ended before it compared a config; see its output above")
+        if not files[current].exists():
+            files[current].write_text(json.dumps(dict.fromkeys(COLUMNS[devices], Verdict(NOT_BUILT, reason))))
+
+
+def run_child(command: Sequence[str], tree: Path, folder: Path, limit: float) -> bool:
+    """Run a child until it ends, or until one config takes longer than `limit` seconds.
+
+    Returns:
+        True if it was ended.
+    """
+    current = current_file(folder, os.getpid())
+    current.write_text("")
+    child = subprocess.Popen(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, start_new_session=True)
     try:
-        config = make()
-        model = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-        expected = alone(model).detach()
-    except Exception as error:
-        return [Verdict(NOT_BUILT, summary(error))] * len(columns)
-    with saved(model) as folder:
-        byte_tokenizer().save_pretrained(folder)
-        case = Case(folder, model, expected)
-        found = [verdict(partial(COLUMNS[column], case)) for column in columns]
-    return [Verdict(v.name, v.reason and f"{name}: {v.reason}" if name else v.reason) for v in found]
+        while child.poll() is None:
+            time.sleep(1)
+            if time.time() - current.stat().st_mtime > limit:
+                return True
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return False
+
+
+def joined_row(folder: Path, model_type: str) -> dict[str, Verdict]:
+    """Return the verdicts of a class by column, over all of its configs."""
+    row = {}
+    for devices, columns in COLUMNS.items():
+        files = [result_file(folder, kind, name, devices) for kind, name, _ in configs([model_type])]
+        found = [json.loads(file.read_text()) for file in files if file.exists()]
+        is_whole = len(found) == len(files)
+        for column in columns:
+            verdicts = [Verdict(*each[column]) for each in found if column in each]
+            row[column] = joined(verdicts if is_whole and verdicts else [*verdicts, Verdict(NOT_COMPARED)])
+    return row
 
 
 def joined(found: Sequence[Verdict]) -> Verdict:
     """Return the verdict of a class: the worst of its configs'."""
-    return next(verdict for name in (WRONG, REFUSED, NOT_BUILT, EQUAL) for verdict in found if verdict.name == name)
+    order = (WRONG, REFUSED, NOT_BUILT, NOT_COMPARED, EQUAL, NOTHING)
+    return min(found, key=lambda verdict: order.index(verdict.name))
 
 
-def default_config(cls: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Return the default config of a class: the text part if the model takes that alone, and a decoder's."""
-    config = config_class()
-    if vars(cls).get("config_class", config_class) is config.sub_configs.get("text_config"):
-        config = config.get_text_config()
-    if vars(config).get("is_decoder") is False:
-        config.is_decoder = True
-    return config
+def count_earlier(checkout: Path, folder: Path, limit: float, only: Sequence[str] | None) -> None:
+    """Count the classes that an earlier commit trains and serves, with the configs of today."""
+    folder = folder / tree_hash(checkout)
+    program = Path(__file__).with_name("architecture_columns_earlier.py")
+    compare(child_command(str(program)), checkout, folder, 1, limit, only)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    rows = {kind: joined_row(folder, kind) for kind, _ in classes_by_type(only)}
+    trained = [kind for kind, row in rows.items() if row["train"].name == EQUAL]
+    served = [kind for kind in trained if rows[kind]["serve"].name == EQUAL]
+    counts = {"commit": commit, "transformers": transformers.__version__, "train": trained, "serve": served}
+    EARLIER.write_text(json.dumps(counts, indent=1) + "\n")
+    print(f"{commit}: of {len(rows)} classes, {len(trained)} train and {len(served)} serve")
 
 
-def verdict(error_of: Callable[[], float]) -> Verdict:
-    """Run one comparison. rlite's own errors are refusals. Any other error counts as a wrong result."""
-    try:
-        return Verdict(EQUAL if error_of() <= TOLERANCE else WRONG)
-    except RliteError as error:
-        return Verdict(REFUSED, str(error))
-    except Exception as error:
-        return Verdict(WRONG, summary(error))
-
-
-def train_error(case: Case, **sizes: int) -> float:
-    """Return the difference of the logits of one pack on the train engine."""
-    with init_empty_weights():
-        module = causal_lm_class(case.folder, Module).from_pretrained(case.folder)
-    with built(module, **sizes) as engine:
-        return difference(case.expected, pack_logits(engine))
-
-
-@contextmanager
-def built(module: Any, **sizes: int) -> Iterator[RliteTrainEngine]:
-    """Build a train engine in float32, and release it after the block."""
-    engine = RliteTrainEngine(module)
-    engine.build(data_parallel_size=1, compute_dtype="float32", **sizes)
-    try:
-        yield engine
-    finally:
-        engine.release()
-
-
-def batch() -> dict[str, Tensor]:
-    rows = sequences()
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask, "loss_mask": mask}
-
-
-def pack_logits(engine: RliteTrainEngine) -> Tensor:
-    """Return the logits of one pack."""
-    engine.eval()
-    found = engine.forward(batch(), logits_of)
-    return torch.cat([row[: len(ids)] for row, ids in zip(found, sequences(), strict=True)])
-
-
-def round_trip_error(case: Case) -> float:
-    """Return 0 if the engine exports a checkpoint as it was stored, else infinity."""
-    with init_empty_weights():
-        module = causal_lm_class(case.folder, Module).from_pretrained(case.folder)
-    with built(module) as engine, tempfile.TemporaryDirectory() as out:
-        engine.save(out)
-        stored, exported = tensors_of(case.folder), tensors_of(out)
-    is_same = stored.keys() == exported.keys() and all(torch.equal(stored[name], exported[name]) for name in stored)
-    return 0.0 if is_same else float("inf")
-
-
-def tensors_of(folder: str) -> dict[str, Tensor]:
-    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def lora_error(case: Case) -> float:
-    """Return the difference of an adapted model from PEFT's and from the merged one; infinite if it learnt nothing."""
-    steps = {"weight_decay": 0.0, "scheduler": "constant", "warmup_steps": 0, "total_steps": 2}
-    module = policy_module(case.folder, OptimizerOptions(lr=1e-2, **steps), LoraOptions(rank=4))
-    with built(module) as engine, tempfile.TemporaryDirectory() as out:
-        for _ in range(2):
-            engine.train_batch(batch(), token_loss, num_counted)
-        found = pack_logits(engine)
-        engine.save(out)
-        merged, base = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (out, case.folder))
-        adapted = peft.PeftModel.from_pretrained(base, f"{out}/adapter").eval()
-        errors = [difference(alone(merged), found), difference(alone(adapted.base_model.model), found)]
-    return max(errors) if difference(case.expected, found) > TOLERANCE else float("inf")
-
-
-def logits_of(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
-    return logits
-
-
-def gradient_error(model: PreTrainedModel) -> float:
-    """Return the largest difference of a pack's gradients, relative to the largest gradient of their tensor."""
-    weights = torch.randn(alone(model).shape, generator=torch.Generator().manual_seed(1))
-    gradients = []
-    for compute in (alone, packed):
-        model.zero_grad()
-        (compute(model) * weights).sum().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    expected, found = gradients
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    return max(float((expected[name] - found[name]).abs().max()) for name in expected) / largest
-
-
-def served_error(case: Case, **sizes: int) -> float:
-    """Return the difference of generated tokens' log-probabilities from the model's own."""
-    engine, model = RliteInferenceEngine(case.folder), case.model
-    engine.build(data_parallel_size=1, max_model_len=32, dtype="float32", **sizes)
-    try:
-        prompts = [ids.tolist() for ids in sequences()]
-        outputs = engine.generate(prompts, {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True})
-    finally:
-        engine.release()
-    errors = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        made = output.outputs[0]
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*prompt, *made.token_ids]]), use_cache=False).logits[0]
-        expected = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(made.token_ids)[:, None])[:, 0]
-        errors.append(difference(expected, torch.tensor(made.logprobs)) * float(expected.std() / logits.std()))
-    return max(errors)
-
-
-def render(rows: list[tuple[str, str, list[Verdict]]], columns: Sequence[str]) -> str:
+def render(rows: list[Row]) -> str:
     """Return the page."""
-    titles = ["type", "class", *columns, "reason"]
+    titles = ["type", "class", *(title for columns in COLUMNS.values() for title in columns), "reason"]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    for model_type, name, found in rows:
-        prefix = f"{name} ({model_type!r}) "
-        reasons = dict.fromkeys(verdict.reason.replace(prefix, "") for verdict in found if verdict.reason)
-        text = "; ".join(map(shorten, reasons))
-        lines.append(f"| {model_type} | {name} | {' | '.join(v.name for v in found)} | {text} |")
-    count = {which: sum(row[2][0].name == which for row in rows) for which in (EQUAL, REFUSED, NOT_BUILT)}
-    place = columns.index("serve") if "serve" in columns else 0
-    num_served = sum(row[2][place].name == EQUAL for row in rows)
-    summary = (
+    for model_type, name, verdicts in rows:
+        prefix = re.compile(rf"{name} \('[\w-]+'\) ")
+        reasons = dict.fromkeys(prefix.sub("", verdict.reason) for verdict in verdicts.values() if verdict.reason)
+        text = "; ".join(dict.fromkeys(map(shorten, reasons)))
+        lines.append(f"| {model_type} | {name} | {' | '.join(v.name for v in verdicts.values())} | {text} |")
+    return HEAD.format(version=transformers.__version__, summary=summary_of(rows)) + "\n".join(lines) + "\n"
+
+
+def summary_of(rows: list[Row]) -> str:
+    """Return the sentence with the counts, of this commit and of the earlier one."""
+    count = {which: sum(row.verdicts["train"].name == which for row in rows) for which in (EQUAL, REFUSED, NOT_BUILT)}
+    num_served = sum(row.verdicts["train"].name == row.verdicts["serve"].name == EQUAL for row in rows)
+    earlier = json.loads(EARLIER.read_text())
+    return (
         f"Of {len(rows)} entries, {count[EQUAL]} can be trained and {num_served} of them can also be served. "
-        f"{count[REFUSED]} are refused, and {count[NOT_BUILT]} are not built."
+        f"{count[REFUSED]} are refused, and {count[NOT_BUILT]} are not built.\n"
+        f"With the same configs, commit {earlier['commit']}, before mixtures of experts, mixers and converted "
+        f"checkpoints, trained {len(earlier['train'])} and served {len(earlier['serve'])}."
     )
-    return HEAD.format(version=transformers.__version__, summary=summary) + "\n".join(lines) + "\n"
 
 
 def shorten(reason: str) -> str:

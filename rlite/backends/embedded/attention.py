@@ -1,8 +1,8 @@
 """Attention over the slot cache, registered with transformers under `ATTENTION`.
 
-A model whose `config._attn_implementation` is this name calls `slot_attention` in each layer. The worker passes a plan
-through the model's keyword arguments, and the plan computes the attention. No mask function is registered under the
-name, so transformers builds no masks.
+A model whose `config._attn_implementation` is this name calls `slot_attention` in each layer. The plan of the current
+`mixing` block computes the attention: layers of many classes do not hand arguments on. No mask function is registered
+under the name, so transformers builds no masks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlite.backends.models.attention import (
     varlen,
 )
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
-from rlite.backends.models.mixers import Mixer, Mixing, State, map_outputs
+from rlite.backends.models.mixers import Mixer, Mixing, State, current_mixing, map_outputs
 from rlite.backends.serving.native import decode_attention
 
 ATTENTION = "rlite_slots"
@@ -89,18 +89,17 @@ class AttentionPlan(Mixing):
 
 
 def slot_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, plan: AttentionPlan, **asked: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, **asked: Any
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer with the plan; transformers calls this function.
+    """Compute the attention of one layer with the current plan; transformers calls this function.
 
     Args:
         module: the model's attention layer.
         query: `[batch, heads, tokens, key width]`.
         key: `[batch, kv_heads, tokens, key width]`.
         value: `[batch, kv_heads, tokens, value width]`.
-        mask: unused. The plan knows which positions a query sees.
+        *_: an unused mask, and so is the keyword `attention_mask`. The plan knows which positions a query sees.
         scaling: factor of the scores before the softmax.
-        plan: the plan of this forward pass.
         **asked: further options of the layer. With `sliding_window`, each query sees that many positions, its own
             position included. `softcap` and `s_aux` change the softmax.
 
@@ -110,6 +109,7 @@ def slot_attention(
     batch, heads, tokens, _ = query.shape
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     window, softmax = asked.get("sliding_window"), Softmax.asked(asked)
+    plan: Any = current_mixing()
     attended = plan.attend(module.layer_idx, query, key, value, scaling, window, softmax)
     return attended.view(batch, tokens, heads, -1), None
 

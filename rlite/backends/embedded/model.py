@@ -325,7 +325,7 @@ class ShardedModel:
         if self.routing is not None:
             self.routing.begin(plan)
         with mixing(plan):
-            return model(input_ids=tokens, position_ids=positions, use_cache=False, plan=plan)
+            return model(input_ids=tokens, position_ids=positions, use_cache=False)
 
     def state_of_one(self) -> dict[int, State]:
         """Return the recurrent state of one sequence, by the number of the mixer, as the mixers make it."""

@@ -248,7 +248,8 @@ ROUNDED_TOLERANCE = 1e-5
 """the same in float64 for mixtures of experts, many of whose routers compute in float32, and if the class has attention
 of its own alone, which mostly rounds probabilities to float32"""
 GRADIENT_TOLERANCE = 1e-4
-"""largest difference of two gradients of a parameter, in the largest of its elements"""
+"""largest difference of two gradients of a parameter, in the largest of its elements; the latter counts as at least
+this share of the largest gradient of the model"""
 OWN_TOKEN = "rlite_own_token"
 """attention in which a token sees itself alone"""
 KNOWN_LAYERS = {"full_attention", "sliding_attention", "mlp", "moe"}
@@ -330,13 +331,14 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
         expected, tolerance = _expected(model, bool(mixers), has_experts)
     except Exception as error:  # of any kind: the class's own code
         return f"cannot be checked: a small copy of it fails with {summary(error)}"
-    fault = "mixes tokens by other means than attention"
+    is_own = not model._supports_attention_backend
+    fault = "computes attention in code of its own" if is_own else "mixes tokens by other means than attention"
     try:
         if not mixes_tokens(model):
             if unknown := _unknown_layers(model):
                 return f"has layers of kind {unknown}, which rlite does not know"
             if difference(expected, packed(model)) <= tolerance:
-                wrong = _wrong_gradients(model) if mixers or has_experts else None
+                wrong = _wrong_gradients(model, is_training=bool(mixers) or has_experts)
                 return _leak(model, mixers) or wrong or _renamed(model)
             fault = "computes masks or positions itself"
     except StorageError:  # says nothing of the class
@@ -357,16 +359,18 @@ def _expected(model: PreTrainedModel, has_mixers: bool, has_experts: bool) -> tu
         return alone(model.float()), TOLERANCE
 
 
-def _wrong_gradients(model: PreTrainedModel) -> str | None:
-    """Return a text about a parameter whose gradient differs in a pack, in training mode without dropout."""
-    model.train()
+def _wrong_gradients(model: PreTrainedModel, is_training: bool) -> str | None:
+    """Return a text about a parameter whose gradient differs in a pack; in training mode, modules drop nothing out."""
+    model.train(is_training)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     expected, found = (_gradients(model, outputs) for outputs in (alone, packed))
     model.eval()
+    largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
+    smallest = GRADIENT_TOLERANCE * max(largest.values())  # some gradients are zero but for rounding
     for name, gradient in expected.items():
-        scale = gradient.abs().max().clamp(min=torch.finfo(gradient.dtype).eps)
+        scale = max(largest[name], smallest)
         if not (found[name] - gradient).abs().max() / scale <= GRADIENT_TOLERANCE:
             return f"computes another gradient of {name} in a pack, or draws random numbers in training"
     return None
@@ -444,8 +448,6 @@ def _why(model: PreTrainedModel, expected: Tensor) -> str | None:
     shorter = outputs_of(model, {"input_ids": sequences()[1][None, :-1]})
     if difference(expected[LENGTHS[0] :][: len(shorter)], shorter) > TOLERANCE:
         return "is not causal: tokens see later ones (an encoder needs is_decoder=true in its config)"
-    if not model._supports_attention_backend:
-        return "computes attention in code of its own, or does not hand arguments through to transformers' interface"
     return None
 
 
@@ -546,8 +548,8 @@ def packed(model: PreTrainedModel) -> Tensor:
     cu_seqlens = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     inputs = {"input_ids": torch.cat(sequences())[None], "position_ids": positions[None]}
-    with attention(model.config, PACKED), mixing(Documents(LENGTHS)):
-        return outputs_of(model, {**inputs, "packed_layout": PackedLayout(cu_seqlens, max(LENGTHS))})
+    with attention(model.config, PACKED, PackedLayout(cu_seqlens, max(LENGTHS))), mixing(Documents(LENGTHS)):
+        return outputs_of(model, inputs)
 
 
 AttentionInterface.register(OWN_TOKEN, _attend_to_own_token)

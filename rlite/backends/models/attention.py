@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -123,6 +124,10 @@ class PackedLayout:
         return index.to(device), Bounds(cu_queries.to(device), cu_keys.to(device), max_queries, max_keys)
 
 
+LAYOUT: ContextVar[PackedLayout | None] = ContextVar("layout", default=None)
+"""layout of the pack in the innermost `attention` block; many layers do not hand arguments on to their attention"""
+
+
 def packed_attention(
     module: Any,
     query: Tensor,
@@ -144,7 +149,7 @@ def packed_attention(
         attention_mask: None; the layout replaces it.
         scaling: factor of the scores; default: 1 / sqrt(D).
         dropout: share of attention weights that is set to 0.
-        packed_layout: boundaries of the sequences.
+        packed_layout: boundaries of the sequences; default: those of the `attention` block.
         **kwargs: the model's further arguments. With `sliding_window` a token sees that many tokens, itself included.
             `softcap` and `s_aux` change the softmax.
 
@@ -154,11 +159,9 @@ def packed_attention(
     Raises:
         ConfigError: there is dropout on CUDA or with a context-parallel share.
     """
+    packed_layout = packed_layout or LAYOUT.get()
     if packed_layout is None:
-        raise ConfigError(
-            f"attention {PACKED!r} got no packed_layout: call compute_logits, or set another attention. "
-            "A model that does not hand its arguments through to the attention cannot have packs"
-        )
+        raise ConfigError(f"attention {PACKED!r} got no packed_layout: call compute_logits, or set another attention")
     softmax = Softmax.asked(kwargs)
     if dropout and (query.is_cuda or packed_layout.share is not None):
         raise ConfigError(f"attention dropout ({dropout}) is not supported on CUDA, nor with sp_size; set it to 0")
@@ -198,18 +201,24 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 
 
 @contextmanager
-def attention(config: PretrainedConfig, implementation: str) -> Iterator[None]:
+def attention(config: PretrainedConfig, implementation: str, layout: PackedLayout | None = None) -> Iterator[None]:
     """Make models of `config` use this attention inside the block.
+
+    Args:
+        config: the models' config.
+        implementation: name of the attention.
+        layout: the pack that `PACKED` computes.
 
     Yields:
         None.
     """
-    before = config._attn_implementation
+    before, token = config._attn_implementation, LAYOUT.set(layout)
     config._attn_implementation = implementation
     try:
         yield
     finally:
         config._attn_implementation = before
+        LAYOUT.reset(token)
 
 
 def causal_attention(

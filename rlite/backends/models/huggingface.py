@@ -366,8 +366,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
         documents = Documents(layout.lengths, ids.is_cuda) if self._mixers else None
         routed = self._routed(data, share, ids.numel())
-        with attention(self.config, PACKED), mixing(documents), self._seen(ids[0], share), routed:
-            output = self(input_ids=ids, position_ids=positions, use_cache=False, packed_layout=layout)
+        with attention(self.config, PACKED, layout), mixing(documents), self._seen(ids[0], share), routed:
+            output = self(input_ids=ids, position_ids=positions, use_cache=False)
         return share.gather_results(output.logits[0])
 
     @contextmanager

@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from rlite.backends.models.attention import attention
+from rlite.backends.models.attention import LAYOUT, PackedLayout, attention
 from rlite.backends.models.linear import with_globals
 from rlite.errors import ConfigError
 
@@ -297,14 +297,21 @@ def mixing(current: Mixing | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
+def current_mixing() -> Mixing | None:
+    """Return the way in which mixers compute in the innermost `mixing` block."""
+    return _CURRENT.get()
+
+
 def recompute_alike(config: PreTrainedConfig) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts of a checkpointed forward and of its recomputation: the attention and the mixing in use now."""
-    return nullcontext(), _again(config, config._attn_implementation, _CURRENT.get())
+    return nullcontext(), _again(config, config._attn_implementation, LAYOUT.get(), _CURRENT.get())
 
 
 @contextmanager
-def _again(config: PreTrainedConfig, implementation: str, current: Mixing | None) -> Iterator[None]:
-    with attention(config, implementation), mixing(current):
+def _again(
+    config: PreTrainedConfig, implementation: str, layout: PackedLayout | None, current: Mixing | None
+) -> Iterator[None]:
+    with attention(config, implementation, layout), mixing(current):
         yield
 
 

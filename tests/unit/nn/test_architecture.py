@@ -43,6 +43,8 @@ EQUAL: dict[str, dict[str, Any]] = {
     "gemma": {"num_key_value_heads": 1, "head_dim": 16},
     "phi": {"partial_rotary_factor": 0.5},
     "gpt_neox": {},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 12},  # its layers keep arguments from the attention
+    "stablelm": {"partial_rotary_factor": 0.5},
     "olmo2": {},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 16},
     "phi3": {"num_key_value_heads": 2, "sliding_window": 16},
@@ -74,8 +76,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({}, "attention in code of its own"),
     "mpt": ({}, "attention in code of its own"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1], [["global"], 1]]}, "attention in code of its own"),
-    "stablelm": ({}, "attention in code of its own, or does not hand arguments through"),
-    "nemotron": ({"num_key_value_heads": 2, "head_dim": 12}, "does not hand its arguments through"),
     "bert": ({}, "not causal.*is_decoder=true"),
     "roberta": ({"is_decoder": True}, "positions itself"),
     "rwkv": ({"attention_hidden_size": 48}, "recurrent state"),
