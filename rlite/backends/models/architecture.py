@@ -32,14 +32,7 @@ from rlite.backends.models.experts import experts_of, other_form, use_implementa
 from rlite.backends.models.expressions import Shape
 from rlite.backends.models.layout import attention_layers
 from rlite.backends.models.mixers import Documents, Mixer, find_mixers, install_mixers, mixing
-from rlite.backends.models.stored import (
-    REBUILT,
-    StoredCheckpoint,
-    container_class,
-    own_shapes,
-    places,
-    stored_buffers,
-)
+from rlite.backends.models.stored import REBUILT, StoredCheckpoint, container_class, own_shapes, places, stored_buffers
 from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import causal_config, quantised, quiet_transformers, real_tensors, rope_parts, summary
