@@ -40,7 +40,7 @@ from rlite.trainer.rl.options import PpoConfig, PromptOptions
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
-from rlite.trainer.rl.routing import RoutingReplay
+from rlite.trainer.rl.routing import NO_REPLAY, RoutingReplay
 from rlite.trainer.rl.token_advantages import outcome_estimator
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.run.observer import Observer
@@ -171,7 +171,11 @@ class PartsMaker:
         return Critic(engines, engines.critic, options.critic, options.actor, length)
 
     def rollouts(
-        self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream, routing: RoutingReplay
+        self,
+        engines: Engines,
+        workflow: RolloutWorkflow,
+        prompts: PromptStream,
+        routing: RoutingReplay = NO_REPLAY,
     ) -> Rollouts:
         """Return the source of batches: they are generated in turns with training, or ahead of it.
 

@@ -132,7 +132,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 NEEDS = {"5.17": "the class of Kimi-Linear", "5.22": "expert parallelism (ep_size)"}
-"""what rlite can use from a release of transformers on"""
+"""features of rlite, by the first release of transformers that has what they need"""
 NEWEST = "5.24"
 """newest release of transformers that rlite is tested with"""
 

@@ -97,6 +97,9 @@ class RoutingReplay:
         return {"routing replay": f"{texts.get(self.source, 'off')} ({self.reason})"} if self.reason else {}
 
 
+NO_REPLAY = RoutingReplay()
+
+
 class RecordedLogprobs(BothLogprobs):
     """A post_hook for `forward` that returns two log-probabilities of each token, and the experts of each layer."""
 

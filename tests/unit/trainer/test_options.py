@@ -25,7 +25,8 @@ SFT = ["actor.model_name=a", "data.path=-"]
 def test_adapters_are_asked_for_by_naming_one_of_their_options():
     assert load(SftConfig, SFT).actor.lora is None
     lora = load(SftConfig, [*SFT, "actor.lora.rank=8", "actor.lora.target_modules=[q_proj, v_proj]"]).actor.lora
-    assert to_container(lora) == {"rank": 8, "alpha": 32.0, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+    expected = {"rank": 8, "alpha": 32.0, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}
+    assert to_container(lora) == {**expected, "target_parameters": []}
     assert load(SftConfig, [*SFT, "actor.lora={}"]).actor.lora.rank == 16
 
 

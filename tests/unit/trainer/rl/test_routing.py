@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-from rlite.data.routing import ROUTED
+from rlite import RliteInferenceEngine
 from rlite.errors import ConfigError
 from rlite.nn import HuggingFaceFsdp2TrainModule
 from rlite.trainer.rl.routing import RoutingReplay
@@ -42,18 +42,19 @@ class Policy(HuggingFaceFsdp2TrainModule, Sorting):
 
 
 @pytest.fixture(scope="module")
-def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A policy without topk, and the engine that serves it."""
     folder: Path = build_mixture_dir(tmp_path_factory.mktemp("model"), "qwen3_moe")
-    return on_meta(Policy, folder)
+    return on_meta(Policy, folder), RliteInferenceEngine(folder)
 
 
 @pytest.mark.parametrize("asked", ["rollout", "old_policy"])
-def test_a_router_without_topk_is_refused_before_a_process_starts(module: Any, asked: Any) -> None:
+def test_a_router_without_topk_is_refused_before_a_process_starts(models: Any, asked: Any) -> None:
     with pytest.raises(ConfigError, match=rf"routing_replay={asked}: .*no topk has chosen.*; use off or auto"):
-        RoutingReplay.of(asked, module, "torch", {ROUTED})
+        RoutingReplay.of(asked, *models)
 
 
-def test_auto_trains_a_model_without_topk_with_its_own_choice_and_says_why(module: Any) -> None:
-    found = RoutingReplay.of("auto", module, "torch", {ROUTED})
+def test_auto_trains_a_model_without_topk_with_its_own_choice_and_says_why(models: Any) -> None:
+    found = RoutingReplay.of("auto", *models)
     assert found.source == "off"
     assert "no topk has chosen" in found.topic()["routing replay"]
