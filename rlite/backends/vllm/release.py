@@ -149,6 +149,8 @@ def routing_obstacle(options: Mapping[str, Any]) -> str:
         ConfigError: vLLM is missing or too old.
     """
     version, sources = installed()
+    if is_cpu_build():
+        return f"vLLM {version} chooses experts inside of its CPU kernel, which records nothing"
     if (sources / "config" / "aux_output.py").exists():
         return f"vLLM {version} records them in its second model runner, and rlite samples in the first; 0.28 has both"
     return "" if ROUTING in engine_arguments() else f"vLLM {version} does not record them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,8 +173,9 @@ class Carrying(nn.Module):
         self.inner, self.conv, self.layer_idx = inner, inner.conv, inner.layer_idx
         self.last = torch.zeros(())
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        output = self.inner(hidden_states, past_key_values, **kwargs) + 1e-13 * self.last
+    def forward(self, hidden_states: Tensor, cache: Any = None, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+        kwargs |= {"cache": cache} if "cache" in inspect.signature(self.inner.forward).parameters else {}
+        output = self.inner(hidden_states, **kwargs) + 1e-13 * self.last
         self.last = hidden_states[:1, -1:].detach()
         return output
 
