@@ -23,6 +23,7 @@ from rlite.trainer.rl.routing import RoutingReplay
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.vllm.test_stored_weights import checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's imports
 SHAPE = RoutingShape(num_layers=2, top_k=2, num_experts=8)
 TABLE = RoutingTable(SHAPE, layers=(1, 2), num_all=3)
 
