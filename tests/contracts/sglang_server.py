@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +207,12 @@ class Scheduler:
         """Return the experts of all tokens but the last in all layers, zeros in dense ones, as SGLang encodes them."""
         layers = self.model.model.layers
         table = torch.zeros(len(tokens) - 1, len(layers), self.config.num_experts_per_tok, dtype=torch.int32)
-        hooks = [
-            layer.mlp.experts.register_forward_pre_hook(lambda _, args, at=at: table[:, at].copy_(args[1]))
-            for at, layer in enumerate(layers)
-            if hasattr(layer.mlp, "experts")
-        ]
+
+        def note(at: int, _: Any, args: tuple[Any, ...]) -> None:
+            table[:, at] = args[1]
+
+        experts = {at: layer.mlp.experts for at, layer in enumerate(layers) if hasattr(layer.mlp, "experts")}
+        hooks = [module.register_forward_pre_hook(partial(note, at)) for at, module in experts.items()]
         self.model(torch.tensor([tokens[:-1]]))
         for hook in hooks:
             hook.remove()

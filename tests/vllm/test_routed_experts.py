@@ -1,16 +1,15 @@
-"""The experts that vLLM chose: from releases that return them, as the embedded engine does; others are refused."""
+"""The experts that vLLM chose: its own outputs become entries of tokens, and builds without a record are refused."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import rlite
 from rlite import RliteInferenceEngine
 from rlite.backends.serving.sampler import RequestRules
 from rlite.backends.vllm import release
@@ -19,12 +18,14 @@ from rlite.backends.vllm.worker import BACKEND
 from rlite.data.packs import note_rows
 from rlite.data.routing import ROUTED, RoutingShape, RoutingTable
 from rlite.errors import ConfigError
-from rlite.types import GenerationHyperparameters, LLMRequest, SequenceRequest, TokenChunk
+from rlite.trainer.model.modules import policy_module
+from rlite.trainer.rl.routing import RoutingReplay
+from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.vllm.test_stored_weights import checkpoint
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's imports
 SHAPE = RoutingShape(num_layers=2, top_k=2, num_experts=8)
 TABLE = RoutingTable(SHAPE, layers=(1, 2), num_all=3)
-OBSTACLE = release.routing_obstacle({})
 
 
 class Sent:
@@ -82,35 +83,20 @@ def test_outputs_of_another_form_end_their_request_alone() -> None:
     assert "routed_experts of shape [2, 3, 2]; expected at least 3 tokens, 3 layers" in str(chunk.error)
 
 
-@pytest.mark.skipif(not OBSTACLE, reason="this vLLM returns the experts that it chose")
-def test_a_release_that_rlite_cannot_ask_is_refused_before_a_process_starts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="records them in its second model runner, and rlite samples in the first"):
+def test_the_cpu_build_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(ConfigError, match=r"enable_return_routed_experts=true: vLLM .* inside of its CPU kernel"):
         release.VllmOptions(enable_return_routed_experts=True)
-    with pytest.raises(ConfigError, match="second model runner"):
+    with pytest.raises(ConfigError, match="records nothing"):
         BACKEND.capabilities.options_for(ROUTED, {})
 
 
-@pytest.fixture
-def session() -> Iterator[None]:
-    rlite.init(num_devices=1, num_threads=2)
-    yield
-    rlite.shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(840)
-@pytest.mark.skipif(bool(OBSTACLE), reason=OBSTACLE)
-def test_returned_experts_are_those_of_the_embedded_engine(tmp_path: Path, session: None) -> None:
+def test_auto_says_why_the_choices_of_vllm_are_not_replayed(tmp_path: Path) -> None:
     checkpoint("qwen3_moe", tmp_path, 0)
-    gconfig = GenerationHyperparameters(max_new_tokens=20, greedy=True, ignore_eos=True)
-    prompt, found = list(range(40, 60)), {}
-    for executor in ("vllm", "torch"):
-        engine = RliteInferenceEngine(tmp_path, executor=executor)
-        engine.build(max_model_len=128, max_num_seqs=4, **engine.capabilities.options_for(ROUTED, {}))
-        made = asyncio.run(engine.agenerate(LLMRequest(input_ids=prompt, gconfig=gconfig, extras=(ROUTED,))))
-        known = [b""] * 40
-        note_rows(known, 20, made.extras[ROUTED])
-        found[executor] = made.output_tokens, known
-        engine.release()
-    assert found["vllm"] == found["torch"]
-    assert all(found["vllm"][1][:39])
+    module = policy_module(str(tmp_path))
+    found = RoutingReplay.of("auto", module, RliteInferenceEngine(tmp_path, executor="vllm"))
+    assert (found.source, found.engine_options) == ("off", {})
+    assert re.match(
+        r"rollout.executor=vllm does not return the experts that it chose \(vLLM .* CPU kernel", found.reason
+    )
+    with pytest.raises(ConfigError, match=r"routing_replay=rollout: .*use rollout.executor=torch, old_policy or auto"):
+        RoutingReplay.of("rollout", module, RliteInferenceEngine(tmp_path, executor="vllm"))

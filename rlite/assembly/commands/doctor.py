@@ -131,7 +131,7 @@ def check_packages() -> Iterator[Finding]:
         yield state_of(f"extra {extra}", needed(requirements, extra), installed_version, extra)
 
 
-NEEDS = {"5.17": "the class of Kimi-Linear", "5.22": "expert parallelism (ep_size)"}
+NEEDS = {"5.17": "training of Falcon-H1 and Kimi-Linear", "5.22": "expert parallelism (ep_size)"}
 """what rlite can use from a release of transformers on"""
 NEWEST = "5.24"
 """newest release of transformers that rlite is tested with"""

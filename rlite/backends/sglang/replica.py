@@ -18,18 +18,10 @@ from typing import Any, cast
 
 from rlite.backends.serving.sampler import objection
 from rlite.backends.sglang.client import ANSWER_S, LOST, ServerClient, TokenStream, generate_body
-from rlite.backends.sglang.server import CALL_S, ROUTING, CallRefused, Endpoint, SglangOptions, routing_obstacle
+from rlite.backends.sglang.server import CALL_S, OPTIONAL, CallRefused, Endpoint, SglangOptions
 from rlite.backends.sglang.worker import SglangWorker
-from rlite.data.routing import ROUTED
 from rlite.errors import RliteError, WorkerError
-from rlite.runtime.replicas.replica import (
-    Capabilities,
-    InferenceBackend,
-    InFlightRequest,
-    OnFailure,
-    OptionalColumn,
-    WorkerReplica,
-)
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure, WorkerReplica
 from rlite.runtime.replicas.workers import RankChoice, T, WorkerSet
 from rlite.types import PromptLogprobs, TokenChunk
 
@@ -353,9 +345,5 @@ BACKEND = InferenceBackend(
     replica=SglangReplica,
     ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of SGLang's processes
     num_replicas=lambda options: len(options.addresses) or None,
-    capabilities=Capabilities(
-        has_prompt_logprobs=True,
-        extras=frozenset({"kept_ids"}),
-        optional_extras={ROUTED: OptionalColumn(ROUTING, routing_obstacle)},
-    ),
+    capabilities=Capabilities(has_prompt_logprobs=True, extras=frozenset({"kept_ids"}), optional_extras=OPTIONAL),
 )

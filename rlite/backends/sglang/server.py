@@ -29,9 +29,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from rlite.data.routing import RoutingTable
+from rlite.data.routing import ROUTED, RoutingTable
 from rlite.errors import CallTimeout, ConfigError, WorkerError
-from rlite.runtime.replicas.replica import PassingOptions, RoutedOptions, annotated_names
+from rlite.runtime.replicas.replica import OptionalColumn, PassingOptions, RoutedOptions, annotated_names
 
 KEEPER = Path(__file__).with_name("keeper.py")
 LOOK_S = 0.5
@@ -305,6 +305,9 @@ def routing_obstacle(options: Mapping[str, Any]) -> str:
         told = f"the servers at addresses may not return them; {ROUTING}=true beside addresses says that they do"
         return "" if options.get(ROUTING) else told
     return "" if ROUTING in server_arguments() else "the installed SGLang does not record them"
+
+
+OPTIONAL = {ROUTED: OptionalColumn(ROUTING, routing_obstacle)}
 
 
 def _check_attached(addresses: Sequence[str], given: dict[str, Any]) -> None:

@@ -34,8 +34,9 @@ from typing import Any
 import numpy as np
 
 from rlite.backends.serving.sampler import num_left
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError
-from rlite.runtime.replicas.replica import PassingOptions, RoutedOptions, annotated_names
+from rlite.runtime.replicas.replica import OptionalColumn, PassingOptions, RoutedOptions, annotated_names
 from rlite.types import PromptLogprobs, SequenceRequest
 
 OLDEST = (0, 20, 2)
@@ -149,6 +150,8 @@ def routing_obstacle(options: Mapping[str, Any]) -> str:
         ConfigError: vLLM is missing or too old.
     """
     version, sources = installed()
+    if is_cpu_build():
+        return f"vLLM {version} chooses experts inside of its CPU kernel, which records nothing"
     if (sources / "config" / "aux_output.py").exists():
         return f"vLLM {version} records them in its second model runner, and rlite samples in the first; 0.28 has both"
     return "" if ROUTING in engine_arguments() else f"vLLM {version} does not record them"
@@ -159,6 +162,7 @@ SCHEDULER = "rlite.backends.vllm.extension.HoldingScheduler"
 ASYNC_SCHEDULER = "rlite.backends.vllm.extension.AsyncHoldingScheduler"
 ROUTING = "enable_return_routed_experts"
 """vLLM's argument and rlite's option that let vLLM return the experts that it chose"""
+OPTIONAL = {ROUTED: OptionalColumn(ROUTING, routing_obstacle)}
 SAMPLING = "rlite"
 """key of `SamplingParams.extra_args` under which a request's own sampling parameters travel to the sampler"""
 DRAIN_TURNS = 10

@@ -25,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from rlite.backends.models.replay import routing_table
 from rlite.backends.serving.sampler import RequestRules
 from rlite.backends.vllm import release
 from rlite.backends.vllm.release import Table, is_cpu_build, take_table
@@ -89,26 +90,21 @@ class Server:
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(
-        self,
-        arguments: dict[str, Any],
-        tokenizer_path: str,
-        end_ids: Sequence[int],
-        version: int,
-        routing: RoutingTable | None = None,
+        self, arguments: dict[str, Any], tokenizer_path: str, end_ids: Sequence[int], version: int
     ) -> tuple[int, int]:
         """Start the engine.
 
         Args:
             arguments: arguments of vLLM's AsyncEngineArgs.
-            tokenizer_path: folder of the tokenizer.
+            tokenizer_path: folder of the checkpoint, with the tokenizer.
             end_ids: the model's own end tokens.
             version: policy version of the weights.
-            routing: form of the tables of chosen experts, if vLLM returns them.
 
         Returns:
             Bytes of the KV cache, and the longest sequence in tokens.
         """
-        self._version, self._routing = version, routing
+        self._version = version
+        self._routing = routing_table(tokenizer_path) if arguments.get(release.ROUTING) else None
         self._engine = release.start_engine(arguments, self._take)
         cache_bytes = await self._engine.collective_rpc("rlite_install", args=(os.getpid(),))
         model = self._engine.model_config

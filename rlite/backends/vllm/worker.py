@@ -19,14 +19,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rlite.backends.models.replay import routing_table
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.vllm import release
 from rlite.backends.vllm.process import EngineProcess, P, T
 from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
-from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
 from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
@@ -34,7 +32,7 @@ from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.parallel.tensor import attention_shape
-from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, OptionalColumn, check_lengths
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
 from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -81,7 +79,6 @@ class VllmWorker:
             told = f"vLLM does not compute in the checkpoint's {self._dtype}; give dtype= one of {DTYPES}"
             raise ConfigError(f"{path}: {told}")
         self._held = held_tensors(meta_model(self._config, getattr(torch, self._dtype)))
-        self._routing = routing_table(path) if options.enable_return_routed_experts else None
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -252,7 +249,7 @@ class VllmWorker:
 
     def _start(self, load_format: str) -> None:
         arguments, ends = self._engine_arguments(load_format), end_ids(self._path, self._config)
-        settings = (arguments, self._path, ends, self._version, self._routing)
+        settings = (arguments, self._path, ends, self._version)
         self._process = EngineProcess(self._name, settings, self._environment, START_S)
         self._on_device = set(PARTS)
 
@@ -395,8 +392,6 @@ BACKEND = InferenceBackend(
     check=check_served,
     ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of vLLM's workers
     capabilities=Capabilities(
-        has_prompt_logprobs=True,
-        extras=frozenset({"kept_ids"}),
-        optional_extras={ROUTED: OptionalColumn(release.ROUTING, release.routing_obstacle)},
+        has_prompt_logprobs=True, extras=frozenset({"kept_ids"}), optional_extras=release.OPTIONAL
     ),
 )

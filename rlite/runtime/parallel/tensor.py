@@ -430,7 +430,8 @@ def _gathered_inference(forward: Any, size: int, group: dist.ProcessGroup, x: to
 
 LAYER_INPUTS = {
     *("self", "hidden_states", "attention_mask", "position_ids", "cache_position", "use_cache", "output_attentions"),
-    *("past_key_value", "past_key_values", "layer_past", "shared_kv_states", "kwargs", "per_layer_input"),
+    *("past_key_value", "past_key_values", "layer_past", "cache", "cache_params"),
+    *("shared_kv_states", "kwargs", "per_layer_input"),
 }
 """inputs that layers may have besides rotary angles; hidden states and `per_layer_input` are split over tokens"""
 

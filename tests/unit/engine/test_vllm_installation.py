@@ -51,3 +51,40 @@ def test_a_supported_vllm_is_found_without_importing_it(monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(str(tmp_path))
     assert release.installed() == ("0.33.0+cpu", tmp_path / "vllm")
     assert release.is_cpu_build()
+
+
+@pytest.mark.parametrize(
+    ("version", "sources", "obstacle"),
+    [
+        ("0.28.0", ["engine/arg_utils.py"], ""),
+        (
+            "0.32.0",
+            ["engine/arg_utils.py", "config/aux_output.py"],
+            "second model runner, and rlite samples in the first",
+        ),
+        ("0.21.0", [], "vLLM 0.21.0 does not record them"),
+        ("0.28.0+cpu", ["engine/arg_utils.py"], "vLLM 0.28.0+cpu chooses experts inside of its CPU kernel"),
+    ],
+)
+def test_releases_that_do_not_return_chosen_experts_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, sources: list[str], obstacle: str
+) -> None:
+    fake_release(tmp_path, version)
+    for name in {"engine/arg_utils.py", *sources}:
+        (tmp_path / "vllm" / name).parent.mkdir(exist_ok=True)
+        fields = ["model: str", "max_model_len: int", "worker_extension_cls: str"]
+        fields += ["enable_return_routed_experts: bool"] if name in sources else []
+        (tmp_path / "vllm" / name).write_text(
+            "class EngineArgs:\n" + "".join(f"    {field} = None\n" for field in fields)
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    release.engine_arguments.cache_clear()
+    found = release.routing_obstacle({})
+    assert obstacle in found
+    assert bool(obstacle) == bool(found)
+    if obstacle:
+        with pytest.raises(ConfigError, match="enable_return_routed_experts=true: vLLM"):
+            release.VllmOptions(enable_return_routed_experts=True)
+    else:
+        assert release.VllmOptions(enable_return_routed_experts=True).enable_return_routed_experts
+    release.engine_arguments.cache_clear()

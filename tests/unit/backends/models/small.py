@@ -44,7 +44,7 @@ TEXTS: dict[str, dict[str, Any]] = {
     "granitemoe": {},
     "phimoe": {},
     "gemma4_text": {},
-    "nemotron_h": {"layer_types": ["mamba", "moe", "attention"], "num_hidden_layers": 3},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention"], "num_hidden_layers": 3},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "glm4_moe_lite": {},
     "falcon_h1": {},
