@@ -172,7 +172,7 @@ def frozen_build_options(build_options: Mapping[str, Any], device: str) -> dict[
     Float32 master weights serve the small steps of an optimizer; without one, nothing reads their low bits. The options
     that balance a mixture's experts are options of training.
     """
-    unbalanced = {"router_aux_loss_coef": 0.0, "router_bias_update_rate": 0.0}
+    unbalanced = dict.fromkeys({"router_aux_loss_coef", "router_bias_update_rate"} & build_options.keys(), 0.0)
     return {**build_options, **unbalanced, "param_dtype": "bfloat16" if device == "cuda" else "float32"}
 
 
