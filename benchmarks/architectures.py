@@ -268,11 +268,15 @@ def summary_of(rows: list[Row]) -> str:
     """Return the sentence with the counts, of this commit and of the earlier one."""
     count = {which: sum(row.verdicts["train"].name == which for row in rows) for which in (EQUAL, REFUSED, NOT_BUILT)}
     num_served = sum(row.verdicts["train"].name == row.verdicts["serve"].name == EQUAL for row in rows)
+    text = (
+        f"Of {len(rows)} entries, {count[EQUAL]} can be trained and {num_served} of them can also be served. "
+        f"{count[REFUSED]} are refused, and {count[NOT_BUILT]} are not built."
+    )
+    if not EARLIER.exists():
+        return text
     earlier = json.loads(EARLIER.read_text())
     return (
-        f"Of {len(rows)} entries, {count[EQUAL]} can be trained and {num_served} of them can also be served. "
-        f"{count[REFUSED]} are refused, and {count[NOT_BUILT]} are not built.\n"
-        f"With the same configs, commit {earlier['commit']}, before mixtures of experts, mixers and converted "
+        f"{text}\nWith the same configs, commit {earlier['commit']}, before mixtures of experts, mixers and converted "
         f"checkpoints, trained {len(earlier['train'])} and served {len(earlier['serve'])}."
     )
 

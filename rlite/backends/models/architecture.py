@@ -364,7 +364,7 @@ def _wrong_gradients(model: PreTrainedModel, is_training: bool) -> str | None:
     smallest = GRADIENT_TOLERANCE * max(largest.values())  # some gradients are zero but for rounding
     for name, gradient in expected.items():
         scale = max(largest[name], smallest)
-        if not (found[name] - gradient).abs().max() / scale <= GRADIENT_TOLERANCE:
+        if not (found.get(name, 0.0) - gradient).abs().max() / scale <= GRADIENT_TOLERANCE:
             return f"computes another gradient of {name} in a pack, or draws random numbers in training"
     return None
 

@@ -17,6 +17,7 @@ import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.backends.embedded.worker import refusal as embedded_refusal
 from rlite.backends.models.architecture import attention_widths, check_gpu_kernels, miniature, refusal, rope_limit
+from rlite.backends.models.attention import PACKED
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
@@ -221,6 +222,24 @@ def test_tokens_that_mix_below_every_tolerance_are_found_without_one() -> None:
     config = config_of("qwen3", num_key_value_heads=2, head_dim=16)
     assert refusal(Shifting, config) == "mixes tokens by other means than attention"
     assert refusal(Qwen3ForCausalLM, config) is None
+
+
+class HalfLearnt(Qwen3ForCausalLM):
+    """Embeddings of a pack pass on half of their gradient: the logits are those of transformers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.embed_tokens.register_forward_hook(self.detach)
+
+    def detach(self, module: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        return (out + out.detach()) / 2 if self.config._attn_implementation == PACKED else out
+
+
+def test_a_pack_with_the_logits_of_transformers_and_other_gradients_is_refused() -> None:
+    found = refusal(HalfLearnt, config_of("qwen3", num_key_value_heads=2, head_dim=16))
+    assert (
+        found == "computes another gradient of model.embed_tokens.weight in a pack, or draws random numbers in training"
+    )
 
 
 def shifted_by(number: int) -> Any:
