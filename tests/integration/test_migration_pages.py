@@ -1,4 +1,4 @@
-"""Commands, recipes and programs on the pages for users of other libraries work."""
+"""Commands, recipes and programs on the pages for users of other libraries and of mixtures work."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ import rlite.control
 import rlite.nn
 from rlite.cli import COMMANDS
 from rlite.config import load
-from rlite.trainer import ppo
+from rlite.trainer import ppo, sft
+from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("coming-from-*.md"))
+MIXTURES = DOCS / "mixtures.md"
 RLITE = DOCS / "coming-from-rlite-rl2-areal-dlrover.md"
 
 
@@ -42,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_model_dir(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", hidden=64))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, MIXTURES], ids=lambda page: page.stem)
 def test_the_options_of_commands_exist(page: Path) -> None:
     commands = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     for command in commands:
@@ -122,3 +124,19 @@ def test_the_classes_for_users_of_dlrover_are_a_job() -> None:
     exec(program(RLITE, "BaseWorkload"), own)
     builder = rlite.control.RLJobBuilder().node_num(1).device_per_node(1).device_type("CPU").config({})
     assert builder.trainer(own["Trainer"]).actor(own["Actor"]).total(1).per_node(1).end().build() is not None
+
+
+def test_the_adapters_of_experts_on_the_page_of_mixtures_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = build_mixture_dir(tmp_path / "model", "qwen3_moe")
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "response": "{n + 1}"}}\n' for n in range(4)))
+    (block,) = blocks(MIXTURES, "bash")[:1]
+    commands = block.replace("\\\n", " ").replace("MODEL", str(model)).splitlines()
+    (words,) = (shlex.split(command)[2:] for command in commands if command.startswith("rlite sft"))
+    small = ["data.batch_size=4", "trainer.n_epochs=1", "trainer.save_dir=run", "launcher=inprocess", "num_devices=1"]
+    sft.main([*words, *small])
+    assert (tmp_path / "run/latest/adapter/adapter_config.json").exists()
+    (metrics,) = (json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
+    assert metrics["moe/load_max"] >= 1
