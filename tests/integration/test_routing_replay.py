@@ -268,7 +268,7 @@ def trainer(model: Path, folder: Path, kind: Any = SingleTurnWorkflow, **options
     return PpoTrainer(config, kind(digits, SAMPLING.gconfig(), byte_tokenizer()), ROWS)
 
 
-@pytest.mark.parametrize("source", ["auto", "old_policy", "off"])
+@pytest.mark.parametrize("source", ["auto", "old_policy", pytest.param("off", marks=pytest.mark.nightly)])
 def test_grpo_trains_a_mixture_with_replayed_experts(folders: Any, tmp_path: Path, source: Any) -> None:
     run = trainer(folders("qwen3_moe"), tmp_path / "run", routing_replay=source, off_policy_metrics=True)
     run.fit()
