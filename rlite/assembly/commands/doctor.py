@@ -132,7 +132,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 NEEDS = {"5.17": "training of Falcon-H1 and Kimi-Linear", "5.22": "expert parallelism (ep_size)"}
-"""what rlite can use from a release of transformers on"""
+"""features that an older release of transformers lacks, by the release that brought them"""
 NEWEST = "5.24"
 """newest release of transformers that rlite is tested with"""
 
