@@ -257,6 +257,7 @@ def test_a_run_of_two_ranks_goes_on_as_one(
             assert found[key] == pytest.approx(expected[key], abs=1e-5), f"{key} at step {found['step']}"
 
 
+@pytest.mark.nightly
 def test_ppo_of_a_mixture_runs_under_torchrun_with_divided_experts(whole: Whole) -> None:
     records = curve(whole("experts", 2), 1, STEPS["experts"])
     for record in records:
