@@ -106,7 +106,7 @@ def slot_attention(
     Returns:
         The output `[batch, tokens, heads, value width]`, and None in place of attention weights.
     """
-    batch, heads, tokens, _ = query.shape
+    batch, heads, tokens = query.shape[:3]
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     window, softmax = asked.get("sliding_window"), Softmax.asked(asked)
     plan: Any = current_mixing()
