@@ -211,7 +211,8 @@ RELEASED: Mapping[str, Mapping[str, Fields]] = {
     },
     "exaone4": {
         "EXAONE-4.0-1.2B": {"num_key_value_heads": 8, "hidden_size": 2048, "tie_word_embeddings": True}
-        | {"sliding_window": None, "rope_parameters": {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}},
+        | {"sliding_window": None, "layer_types": ["full_attention"] * 2}
+        | {"rope_parameters": {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}},
         "EXAONE-4.0-32B": {"num_hidden_layers": 5, "num_attention_heads": 40, "num_key_value_heads": 8}
         | {"hidden_size": 5120, "rope_parameters": {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}},
     },
