@@ -81,7 +81,13 @@ NUM_EXPERTS = r"(moe_)?n(um)?_((local|routed)_)?experts"
 CHOSEN = r"num_experts_per_tok(en)?|moe_k|(moe_)?(router_)?top_?k(_experts)?"
 GROUPS, CHOSEN_GROUPS = r"n_group|num_expert_group", r"topk_group"
 """patterns of the names of experts in a layer, of those that a token chooses, and the same of groups of experts"""
-KEY_HEADS = {"num_global_key_value_heads", "num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"}
+KEY_HEADS = {
+    "kv_n_heads",
+    "num_global_key_value_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "swa_num_key_value_heads",
+}
 IDS = ("token_id", "token_ids", "token_index")
 NOT_COPIED = {"architectures", "dtype", "model_type", "quantization_config", "transformers_version"}
 
@@ -338,8 +344,7 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     except StorageError:  # says nothing of the class
         raise
     except Exception as error:
-        if not is_own:
-            fault = f"does not run with sequences in packs: {summary(error)}"
+        fault = fault if is_own else f"does not run with sequences in packs: {summary(error)}"
     return _why(model, expected) or fault
 
 

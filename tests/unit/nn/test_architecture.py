@@ -45,10 +45,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "phi": {"partial_rotary_factor": 0.5},
     "gpt_neox": {},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 12},  # its layers keep arguments from the attention
-    "stablelm": {
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    },
+    "stablelm": {"hidden_size": 64, "num_key_value_heads": 2},
     "olmo2": {},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 16},
     "phi3": {"num_key_value_heads": 2, "sliding_window": 16},
