@@ -31,7 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 6},
-    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5},
+    # the mean of all columns of an MLP decides which are zero
+    "gemma3n_text": {
+        "num_hidden_layers": 10,
+        "num_kv_shared_layers": 5,
+        "activation_sparsity_pattern": [0.95] * 5 + [0.0] * 5,
+    },
     "glm4": {"num_hidden_layers": 2},  # gate and up of one matrix
     "olmo2": {"num_hidden_layers": 2},  # a norm over all heads
     "minicpm3": {"num_hidden_layers": 2},  # latent attention, whose plan splits its last projections
