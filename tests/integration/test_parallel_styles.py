@@ -45,7 +45,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 WITH_EXPERTS = {"qwen3_moe", "mimo_v2_flash"}
 ROUNDED = {"gemma3n_text"}
-"""their norms take a power of the means of all tokens in float32, which rounds otherwise with another number of tokens"""
+"""their norms take powers in float32, whose rounding varies with the number of tokens"""
 PROMPTS = [[25, 29, 31, 26, 30, 51, 28] * 2, [47, 33, 22]]
 
 
