@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.worker import EmbeddedWorker
-from rlite.backends.models.architecture import alone, miniature, packed, saved
+from rlite.backends.models.architecture import ROUNDED_TOLERANCE, alone, miniature, packed, saved
 from rlite.nn.pretrained import meta_parameters, real_tensors
 from rlite.runtime.parallel.tensor import parallelize
 from rlite.types import GenerationHyperparameters, SequenceRequest
@@ -31,7 +31,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 6},
-    "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5},
+    # the mean of all columns of an MLP decides which are zero
+    "gemma3n_text": {
+        "num_hidden_layers": 10,
+        "num_kv_shared_layers": 5,
+        "activation_sparsity_pattern": [0.95] * 5 + [0.0] * 5,
+    },
     "glm4": {"num_hidden_layers": 2},  # gate and up of one matrix
     "olmo2": {"num_hidden_layers": 2},  # a norm over all heads
     "minicpm3": {"num_hidden_layers": 2},  # latent attention, whose plan splits its last projections
@@ -39,6 +44,8 @@ MORE: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"num_hidden_layers": 4},
 }
 WITH_EXPERTS = {"qwen3_moe", "mimo_v2_flash"}
+ROUNDED = {"gemma3n_text"}
+"""their norms take powers in float32, whose rounding varies with the number of tokens"""
 PROMPTS = [[25, 29, 31, 26, 30, 51, 28] * 2, [47, 33, 22]]
 
 
@@ -116,10 +123,11 @@ def compare(kinds: list[str], folder: Path) -> None:
         expected = gradients_of(in_its_widest(small_model(kind)))
         largest = max(float(gradient.abs().max()) for name, gradient in expected.items() if name != "logits")
         # experts and norms compute in float32, and norms sum other parts of a gradient
-        is_exact = kind not in WITH_EXPERTS and expected["logits"].dtype == torch.float64
+        is_exact = kind not in WITH_EXPERTS | ROUNDED and expected["logits"].dtype == torch.float64
+        tolerance = 1e-9 if is_exact else ROUNDED_TOLERANCE if kind in ROUNDED else 1e-4
         for found in (rank[kind] for rank in both):
             assert found.keys() == expected.keys()
-            torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=1e-9 if is_exact else 1e-4)
+            torch.testing.assert_close(found["logits"], expected["logits"], rtol=0, atol=tolerance)
             for name in expected.keys() - {"logits"}:
                 error = float((found[name] - expected[name]).abs().max()) / largest
                 assert error <= (1e-6 if is_exact else 1e-5), (kind, name, error)

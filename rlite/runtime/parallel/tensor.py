@@ -56,6 +56,8 @@ from rlite.runtime.parallel.shards import Box
 COLUMN, ROW = "colwise", "rowwise"
 GATHERED, SPLIT_INPUT = ("colwise_gather_output", "colwise_rep"), ("rowwise_split_input", "rowwise_rep")
 """columns whose outputs are gathered, and rows whose inputs are whole"""
+ALL_COLUMNS = {COLUMN: GATHERED[0], ROW: SPLIT_INPUT[0]}
+"""styles of a block that compares its columns with the mean of all, as the sparse layers of Gemma 3n do"""
 EXPERTS = ("moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise")
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", *EXPERTS)
 """parts that are whole on every rank: their gradients are parts of a sum. Experts compute the rank's own tokens"""
@@ -188,7 +190,8 @@ def _styled_parts(model: PreTrainedModel, experts: Collection[nn.Module]) -> Ite
         style = next((s for pattern, s in styles.items() if fnmatch.fnmatchcase(name, pattern)), None)
         is_of_experts = isinstance(part, nn.Parameter) and part.dim() == 3
         if style is not None and style not in WHOLE and not is_of_experts:
-            yield name, part, style
+            is_sparse = getattr(model.get_submodule(_block(name)), "activation_sparsity", 0) > 0
+            yield name, part, ALL_COLUMNS.get(style, style) if is_sparse else style
 
 
 def _whole_mixers(model: PreTrainedModel, blocks: Collection[str]) -> dict[str, Any]:
