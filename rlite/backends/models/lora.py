@@ -54,6 +54,8 @@ _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.w
 _SCORE, _SCORER = "score", "SEQ_CLS"
 _LINEAR = (nn.Linear, Conv1D)
 """classes of linear layers; the weight of Conv1D (GPT-2) is [in, out]"""
+_TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""names of layers that PEFT takes for routers and experts of a mixture, wherever they are"""
 
 
 class LoraTrainModule(BaseTrainModule):
@@ -77,11 +79,18 @@ class LoraTrainModule(BaseTrainModule):
         import peft  # optional, and slow to import
 
         self._check_targets(options)
+        targets = self._linear_layers() if options.target_modules == [ALL_LINEAR] else options.target_modules
         with pretrained.meta_parameters():
-            peft.inject_adapter_in_model(self._peft_config(options), self)
+            # PEFT would see in the module's config that it is a mixture, and move targets to routers and experts
+            peft.inject_adapter_in_model(self._peft_config(options, targets), nn.ModuleDict({"module": self}))
         if isinstance(self, HuggingFaceFsdp2ScoreModule):
             self.score.requires_grad_(True)
         self.lora = options
+
+    def _linear_layers(self) -> list[str]:
+        head = self.get_output_embeddings() if isinstance(self, PreTrainedModel) else None
+        linear = (name for name, module in self.named_modules() if isinstance(module, _LINEAR) and module is not head)
+        return [name for name in linear if name != _SCORE]
 
     def _check_targets(self, options: LoraOptions) -> None:
         raw = layers_read_raw(self)
@@ -120,16 +129,15 @@ class LoraTrainModule(BaseTrainModule):
                 problem = f"names no stack of experts' matrices; {did_you_mean(target, known)}"
                 raise ConfigError(f"target_parameters: {target!r} {problem if known else 'fits a model with experts'}")
 
-    def _peft_config(self, options: LoraOptions, **changes: Any) -> Any:
+    def _peft_config(self, options: LoraOptions, targets: Sequence[str], **changes: Any) -> Any:
         import peft
 
-        targets = options.target_modules
         return peft.LoraConfig(
             task_type=_SCORER if isinstance(self, HuggingFaceFsdp2ScoreModule) else "CAUSAL_LM",
             r=options.rank,
             lora_alpha=options.alpha,
             lora_dropout=options.dropout,
-            target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets or None,
+            target_modules=list(targets) or None,
             exclude_modules=[*layers_read_raw(self)] or None,
             target_parameters=options.target_parameters or None,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in self.modules()),
@@ -260,9 +268,14 @@ class LoraTrainModule(BaseTrainModule):
         endings = {name.rpartition(".")[2] for name in layers if not wraps_parameter(self.get_submodule(name))}
         base = getattr(getattr(self, "config", None), "_name_or_path", None)
         whole = [_SCORE] if isinstance(self, HuggingFaceFsdp2ScoreModule) else None
-        config = self._peft_config(self.lora, base_model_name_or_path=base, inference_mode=True, modules_to_save=whole)
-        if config.target_modules == ALL_LINEAR:  # of the base as it is now, which an opener's may not be
-            config.target_modules = sorted(endings)
+        # all-linear: layers of the base as it is now, which an opener's may not be
+        named = endings if self.lora.target_modules == [ALL_LINEAR] else set(self.lora.target_modules)
+        taken = {name for name in named if experts_of(self) and name.rpartition(".")[2] in _TAKEN}
+        changes = {"base_model_name_or_path": base, "inference_mode": True, "modules_to_save": whole}
+        config = self._peft_config(self.lora, sorted(named - taken), **changes)
+        if taken:  # PEFT leaves parameters where they are, and computes the same, but without dropout
+            config.lora_dropout = 0.0
+            config.target_parameters = [*self.lora.target_parameters, *(f"{name}.weight" for name in sorted(taken))]
         config.save_pretrained(str(folder))
         names = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in trained}
         tensors = {names[name]: tensor.detach().cpu().contiguous() for name, tensor in trained.items()}

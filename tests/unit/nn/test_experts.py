@@ -76,9 +76,43 @@ def logprobs_of(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.nn.functional.pad(found, (0, 1)) * batch["loss_mask"]
 
 
-def test_adapters_of_experts_are_trained_and_open_with_peft_and_merge(path: Path, tmp_path: Path) -> None:
-    lora = LoraOptions(rank=4, target_modules=["q_proj"], target_parameters=STACKS)
-    engine = engine_of(path, lora, gradient_checkpointing=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_linear_adapts_every_linear_layer_of_a_mixture_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    path = build_mixture_dir(tmp_path / kind, kind)
+    plain, adapted = policy_module(path), policy_module(path, lora=LoraOptions(rank=4))
+    linear = {name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)}
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    assert {name.partition(".lora_")[0] for name in trained} == linear - {"lm_head"}
+
+
+MLP = ["gate_proj", "up_proj", "down_proj"]
+ADAPTED = [
+    ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": STACKS}),
+    ("mixtral", {}),
+    ("deepseek_v3", {"dropout": 0.1}),
+    ("glm4_moe", {"target_modules": ["model.layers.1.mlp.shared_experts.up_proj"], "target_parameters": STACKS}),
+]
+MORE_ADAPTED = [
+    ("mixtral", {"target_modules": ["o_proj"]}),
+    ("mixtral", {"target_parameters": STACKS}),
+    ("deepseek_v3", {"target_modules": MLP, "target_parameters": STACKS}),
+    ("glm4_moe", {}),
+    ("qwen3_moe", {"target_modules": MLP}),
+    ("qwen2_moe", {}),
+    ("ernie4_5_moe", {"target_parameters": STACKS}),
+    ("minimax_m2", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"), [*ADAPTED, *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE_ADAPTED)]
+)
+def test_adapters_of_a_mixture_are_trained_and_open_with_peft_and_merge(
+    kind: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = build_mixture_dir(tmp_path / kind, kind)
+    engine = engine_of(path, LoraOptions(rank=4, **fields), gradient_checkpointing=True)
     batch = make_batch(LENGTHS)
     before = engine.forward(batch, next_token_logprobs)
     for _ in range(3):
