@@ -173,9 +173,7 @@ class Mixer:
         if self._is_continuing is None:
             self._is_continuing = True
             for key in state:
-                poisoned = {
-                    k: torch.full_like(t[:1], torch.nan) if k == key else t[:1].clone() for k, t in state.items()
-                }
+                poisoned = {k: t[:1] * (torch.nan if k == key else 1.0) for k, t in state.items()}
                 output, _ = self._run(hidden_states[:1, :2], poisoned)
                 tensors = output if isinstance(output, tuple) else (output,)
                 self._is_continuing &= any(bool(t.isnan().any()) for t in tensors if t is not None)

@@ -78,11 +78,8 @@ def processed_again(model: nn.Module, written: Set[str]) -> Iterator[None]:
         None.
     """
     kernels = {layer: getattr(getattr(layer, "quant_method", None), "moe_kernel", None) for layer in model.modules()}
-    layers = {
-        kernel.fused_experts: layer
-        for layer, kernel in kernels.items()
-        if kernel is not None and layer.w13_weight.is_cpu
-    }
+    on_cpu = ((layer, kernel) for layer, kernel in kernels.items() if kernel is not None and layer.w13_weight.is_cpu)
+    layers = {kernel.fused_experts: layer for layer, kernel in on_cpu}
     packed: set[Any] = set()
 
     def noting(experts: Any) -> Any:
