@@ -48,6 +48,7 @@ from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.options import ALL_LINEAR, LoraOptions
 from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor, replace_parameters
 from rlite.runtime.storage.huggingface import Writer, copy_companions
+from rlite.wording import warn_once
 
 logger = logging.getLogger(__name__)
 _HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
@@ -274,6 +275,8 @@ class LoraTrainModule(BaseTrainModule):
         changes = {"base_model_name_or_path": base, "inference_mode": True, "modules_to_save": whole}
         config = self._peft_config(self.lora, sorted(named - taken), **changes)
         if taken:  # PEFT leaves parameters where they are, and computes the same, but without dropout
+            if config.lora_dropout:
+                warn_once(logger, f"exports have lora_dropout=0: PEFT has none for {', '.join(sorted(taken))}")
             config.lora_dropout = 0.0
             config.target_parameters = [*self.lora.target_parameters, *(f"{name}.weight" for name in sorted(taken))]
         config.save_pretrained(str(folder))

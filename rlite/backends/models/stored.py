@@ -212,9 +212,7 @@ def _container(config: Any) -> PreTrainedModel:
         with real_tensors(), meta_parameters():
             return cls._from_config(config)
     except Exception as error:  # of any kind: the class's own code
-        raise ConfigError(
-            f"{cls.__name__}, which is around the text model, cannot be made: {summary(error)}"
-        ) from error
+        raise ConfigError(f"{cls.__name__} around the text model cannot be made: {summary(error)}") from error
 
 
 def places(container: PreTrainedModel, model: Any, own: Mapping[str, Shape]) -> dict[str, str]:

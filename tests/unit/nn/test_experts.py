@@ -25,6 +25,7 @@ from rlite.nn import LoraOptions
 from rlite.nn.pretrained import causal_lm_class, load_model
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
+from rlite.wording import warn_once
 from tests.integration.modules import Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.mixtures import KINDS, build_mixture_dir, config_of, random_model
 from tests.tiny import build_model_dir
@@ -109,8 +110,9 @@ MORE_ADAPTED = [
     ("kind", "fields"), [*ADAPTED, *(pytest.param(*each, marks=pytest.mark.nightly) for each in MORE_ADAPTED)]
 )
 def test_adapters_of_a_mixture_are_trained_and_open_with_peft_and_merge(
-    kind: str, fields: dict[str, Any], tmp_path: Path
+    kind: str, fields: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    warn_once.cache_clear()
     path = build_mixture_dir(tmp_path / kind, kind)
     engine = engine_of(path, LoraOptions(rank=4, **fields), gradient_checkpointing=True)
     batch = make_batch(LENGTHS)
@@ -120,6 +122,7 @@ def test_adapters_of_a_mixture_are_trained_and_open_with_peft_and_merge(
     served, base = engine.forward(batch, next_token_logprobs), engine.forward(batch, next_token_logprobs, None, True)
     engine.save(tmp_path / "model")
     engine.release()
+    assert ("exports have lora_dropout=0: PEFT has none for" in caplog.text) == ("dropout" in fields)
     assert torch.equal(base, before)
     assert (served - before).abs().max() > 0.01
     adapter = tmp_path / "model" / "adapter"
