@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlite.algorithms.logprobs import OnLogprobs
 from rlite.algorithms.reduce import Loss, Weight
 from rlite.data.packs import BatchShare, join_values, sequence_lengths, split_batch
 from rlite.engine.module_methods import ModuleEngine
@@ -171,7 +172,7 @@ class RliteTrainEngine(ModuleEngine):
         Returns:
             Values [N, L, ...], padded with 0.
         """
-        shares = self._split("forward", batch, max_tokens_per_microbatch)
+        shares = self._split("forward", batch, post_hook, max_tokens_per_microbatch)
         calls = [(share, post_hook, without_adapters) for share in shares]
         results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
@@ -216,20 +217,26 @@ class RliteTrainEngine(ModuleEngine):
     def _atomic(
         self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
     ) -> dict[str, Any]:
-        shares = self._split(method.__name__, batch)
+        shares = self._split(method.__name__, batch, functions[0])
         results = self._ask_each(method, [(share, *functions) for share in shares])
         stats = dict(results[0])
         for name in {name for result in results for name, value in result.items() if isinstance(value, Tensor)}:
             values = [result.get(name, torch.empty(0)) for result in results]
             stats[name] = join_values(name, shares, values, batch["attention_mask"])
-        num_tokens = float(sum(sequence_lengths(batch)))
+        num_tokens, num_shared = float(sum(sequence_lengths(batch))), sum(share.num_shared for share in shares)
+        if num_shared:
+            stats["shared_tokens"] = num_shared / num_tokens
         return {**stats, "num_microbatches": float(len(shares[0].microbatches)), "num_tokens": num_tokens}
 
-    def _split(self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None) -> list[BatchShare]:
+    def _split(
+        self, what: str, batch: Mapping[str, Tensor], function: Callable[..., Any], max_tokens: int | None = None
+    ) -> list[BatchShare]:
         self._need_weights(what)
+        is_narrow = isinstance(function, OnLogprobs) or self.module.has_narrow_outputs
         capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor
         costs = None if self.options.balance_by == "tokens" else self._flops
-        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method)
+        has_sharing = is_narrow and self.prefix_obstacle() is None
+        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method, has_sharing)
 
     def _ask_each(self, method: Callable[..., Any], calls: Sequence[tuple], **options: Any) -> list[Any]:
         """Return the result of every data rank; see `WorkerSet.ask_each`."""

@@ -104,6 +104,8 @@ class ResumableEngine(Engine):
         super().__init__(backend, executor)
         self.module = module
         self._writing: StateWriting | None = None
+        self._obstacles: dict[type, str | None] = {}
+        """results of `prefix_obstacle` by class of the module, since the engine was built"""
 
     def _validate(self, copy_size: int) -> None:
         try:
@@ -112,6 +114,17 @@ class ResumableEngine(Engine):
             raise ConfigError(f"tensor_parallel_size={copy_size}: {error}") from error
         if self._backend.check_module is not None:
             self._backend.check_module(self.module, self.options)
+        self._obstacles = {}
+
+    def prefix_obstacle(self) -> str | None:
+        """Return why tokens with which sequences of a microbatch begin alike are not computed once; None if they are.
+
+        A loss or post_hook on logits gets every sequence whole: logits of all tokens would take most memory.
+        """
+        cls = type(self.module)
+        if cls not in self._obstacles:
+            self._obstacles[cls] = self._backend.prefix_obstacle(self.module, self.options)
+        return self._obstacles[cls]
 
     def _source(self) -> bytes:
         for parameter in self.module.parameters():
