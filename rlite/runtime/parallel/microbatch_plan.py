@@ -139,14 +139,13 @@ def plan_sharing(
     _check_lengths(lengths, capacity)
     own_costs = lengths if costs is None else [float(cost) for cost in costs]
     parts = [1 << power for power in range((num_ranks - 1).bit_length() + 1)]
-    divisions: list[tuple[list[list[int]], Prefixes | None]] = []
-    if prefixes is None or groups is None:
-        divisions.append((_units(lengths, capacity, groups), None))
-    if prefixes is not None:
-        shared = [prefixes.units(capacity, part) for part in parts]
-        divisions += [
-            (units, prefixes) for units in ([_units(lengths, capacity, groups, prefixes)] if groups else shared)
-        ]
+    divisions: list[tuple[list[list[int]], Prefixes | None]]
+    if groups is not None:
+        divisions = [(_units(lengths, capacity, groups, prefixes), prefixes)]
+    else:
+        divisions = [([[row] for row in range(len(lengths))], None)]
+        if prefixes is not None:
+            divisions += [(prefixes.units(capacity, part), prefixes) for part in parts]
     plans = []
     for units, sharing in divisions:
         totals = [sum(lengths[row] for row in rows) for rows in units]
@@ -225,15 +224,13 @@ def _even(
 
 
 def _units(
-    lengths: Sequence[int], capacity: int, groups: Sequence[Hashable] | None, prefixes: Prefixes | None = None
+    lengths: Sequence[int], capacity: int, groups: Sequence[Hashable], prefixes: Prefixes | None
 ) -> list[list[int]]:
-    """Return the rows that must stay together: single rows, or the rows of one group.
+    """Return the rows of each group, which must stay together.
 
     Raises:
         DataError: a group exceeds the capacity.
     """
-    if groups is None:
-        return [[row] for row in range(len(lengths))]
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(groups):
         members.setdefault(key, []).append(row)
