@@ -494,7 +494,7 @@ def split_batch(
     capacity: int,
     costs: Callable[[Sequence[int]], list[float]] | None = None,
     method: PackingMethod = "first_fit_decreasing",
-    has_sharing: bool = False,
+    may_share: Callable[[], bool] | None = None,
 ) -> list[BatchShare]:
     """Divide the rows so that all data ranks have similar work.
 
@@ -506,7 +506,7 @@ def split_batch(
         capacity: maximum tokens in a microbatch.
         costs: maps the lengths of the rows to the costs that ranks share evenly; without it, these are the lengths.
         method: packing method; see `plan_microbatches`.
-        has_sharing: compute tokens once with which rows of a microbatch begin alike, if that saves work.
+        may_share: asked if it would save work to compute tokens once with which rows of a microbatch begin alike.
 
     Returns:
         One share for each data rank.
@@ -520,7 +520,9 @@ def split_batch(
     lengths = sequence_lengths(batch)
     pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
     row_costs = None if costs is None else costs(lengths)
-    prefixes = Prefixes.of(batch, lengths) if has_sharing else None
+    prefixes = None if may_share is None else Prefixes.of(batch, lengths)
+    if prefixes is not None and may_share is not None and not may_share():
+        prefixes = None
     plan, is_shared = plan_sharing(lengths, num_data_ranks, capacity, pairs, prefixes, costs=row_costs, method=method)
     return [_share(batch, microbatches, lengths, prefixes if is_shared else None) for microbatches in plan]
 

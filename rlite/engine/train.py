@@ -236,8 +236,8 @@ class RliteTrainEngine(ModuleEngine):
         is_narrow = isinstance(function, OnLogprobs) or self.module.has_narrow_outputs
         capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor
         costs = None if self.options.balance_by == "tokens" else self._flops
-        has_sharing = is_narrow and self.prefix_obstacle() is None
-        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method, has_sharing)
+        may_share = (lambda: self.prefix_obstacle() is None) if is_narrow else None
+        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method, may_share)
 
     def _ask_each(self, method: Callable[..., Any], calls: Sequence[tuple], **options: Any) -> list[Any]:
         """Return the result of every data rank; see `WorkerSet.ask_each`."""

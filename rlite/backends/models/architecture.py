@@ -559,7 +559,8 @@ def packed(model: PreTrainedModel, rows: Sequence[Tensor] | None = None, sharing
     rows = rows or sequences()
     lengths = [len(row) for row in rows]
     cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-    share = ContextShare(cu_seqlens, None, sharing and PrefixTree(lengths, sharing, cu_seqlens.device))
+    tree = None if sharing is None else PrefixTree(lengths, sharing, cu_seqlens.device)
+    share = ContextShare(cu_seqlens, None, tree)
     positions = torch.cat([torch.arange(length) for length in lengths])
     inputs = {"input_ids": share.take(torch.cat(list(rows)))[None], "position_ids": share.take(positions)[None]}
     with attention(model.config, PACKED), mixing(Documents(lengths)):

@@ -151,7 +151,7 @@ def plan_sharing(
         totals = [sum(lengths[row] for row in rows) for rows in units]
         tokens = totals if sharing is None else [sharing.num_unique(rows) for rows in units]
         whole = [sum(own_costs[row] for row in rows) for rows in units]
-        weights = [cost * own / total for cost, own, total in zip(whole, tokens, totals, strict=True)]
+        weights = [cost * own / max(total, 1) for cost, own, total in zip(whole, tokens, totals, strict=True)]
         plans.append((*_plan_units(units, tokens, weights, num_ranks, capacity, method), sharing is not None))
     best, _, has_sharing = min(plans, key=lambda plan: plan[1])
     return best, has_sharing

@@ -120,7 +120,7 @@ def test_a_plan_keeps_siblings_together_as_far_as_ranks_have_equal_work(num_rank
 def test_a_microbatch_computes_at_most_its_capacity(groups: int, size: int, capacity: int, num_ranks: int) -> None:
     rows = siblings(groups, size)
     batch = batch_of(rows)
-    shares = split_batch("test", batch, num_ranks, capacity, has_sharing=True)
+    shares = split_batch("test", batch, num_ranks, capacity, may_share=lambda: True)
     assert sorted(row for share in shares for row in share.rows if share.microbatches[0]) == sorted(
         row for share in shares for pack in share.microbatches for row in map(share.rows.__getitem__, pack)
     )
