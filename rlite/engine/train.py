@@ -97,8 +97,9 @@ class RliteTrainEngine(ModuleEngine):
             The batch's `loss`, the means that loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
                 `num_microbatches` per rank, and `is_skipped`. `is_skipped` is 1 if no step was made, because the weight
                 is 0, or the loss or a gradient is not finite. `shared_tokens`, if there are any, is the share of tokens
-                that were computed once with another sequence (option `share_prefixes`). A `PerToken` that loss_fn reports is there as [N, L],
-                padded with 0, if the executor returns values of tokens and the weight is not 0.
+                that were computed once with another sequence (option `share_prefixes`). A `PerToken` that loss_fn
+                reports is there as [N, L], padded with 0, if the executor returns values of tokens and the weight is
+                not 0.
 
         Raises:
             DataError: the batch has another form, or a sequence is longer than a microbatch.

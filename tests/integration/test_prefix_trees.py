@@ -1,4 +1,4 @@
-"""Tokens with which sequences begin alike are computed once, and give the weights of whole sequences in every layout."""
+"""Tokens with which sequences begin alike are computed once, and give the gradients of whole sequences."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def assert_alike(found: Any, expected: Any, what: Any, atol: float = 1e-9) -> No
     assert "shared_tokens" not in whole_stats
     assert gradients.keys() == whole.keys()
     for name, tensor in gradients.items():
-        torch.testing.assert_close(tensor, whole[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{what} {name} {m}")
+        torch.testing.assert_close(
+            tensor, whole[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{what} {name} {m}"
+        )
     for key in whole_stats.keys() - {"num_microbatches"}:
         assert stats[key] == pytest.approx(whole_stats[key], abs=atol), (what, key)
     torch.testing.assert_close(values, whole_values, atol=atol, rtol=0)

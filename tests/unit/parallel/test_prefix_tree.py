@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -45,10 +46,12 @@ token_rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_s
 
 
 @given(token_rows, st.integers(1, 3))
-def test_nodes_hold_every_row_and_stand_for_equal_beginnings_with_equal_labels(rows: list[list[int]], size: int) -> None:
+def test_nodes_hold_every_row_and_stand_for_equal_beginnings_with_equal_labels(
+    rows: list[list[int]], size: int
+) -> None:
     order = sorted(range(len(rows)), key=rows.__getitem__)
     counts = [0]
-    for before, own in zip(order, order[1:], strict=False):
+    for before, own in pairwise(order):
         pairs = list(zip(rows[before], rows[own], strict=False))
         common = next((n for n, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
         counts.append(max(common - 1, 0))
