@@ -20,7 +20,7 @@ from rlite.nn.pretrained import score_class
 from rlite.runtime.parallel.fsdp import full_tensor
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
-from tests.integration.modules import POLICIES, num_counted, on_meta, token_loss
+from tests.integration.modules import POLICIES, LlamaPolicy, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
@@ -220,13 +220,13 @@ def test_kept_ids_are_those_of_each_sequence(build: Build, models: dict[str, Pat
     assert_alike(found[1], found[0], "kept ids")
 
 
-class OwnLogits(POLICIES["llama"]):  # type: ignore[misc, name-defined]
+class OwnLogits(LlamaPolicy):
     def compute_logits(self, data: Any) -> Tensor:
         """Logits of a pack, by a computation of the user's own."""
         return super().compute_logits(data)
 
 
-class Dropping(POLICIES["llama"]):  # type: ignore[misc, name-defined]
+class Dropping(LlamaPolicy):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.config.attention_dropout = 0.1
@@ -237,8 +237,8 @@ class Dropping(POLICIES["llama"]):  # type: ignore[misc, name-defined]
     [
         (OwnLogits, {}, "OwnLogits has 1 method of its own: compute_logits"),
         (Dropping, {}, "dropout"),
-        (POLICIES["llama"], {"share_prefixes": False}, "share_prefixes=false"),
-        (POLICIES["llama"], {"deterministic": True, "param_dtype": "float32"}, "deterministic=true"),
+        (LlamaPolicy, {"share_prefixes": False}, "share_prefixes=false"),
+        (LlamaPolicy, {"deterministic": True, "param_dtype": "float32"}, "deterministic=true"),
     ],
 )
 def test_sequences_are_computed_whole_with_a_reason(
