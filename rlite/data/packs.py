@@ -520,9 +520,7 @@ def split_batch(
     lengths = sequence_lengths(batch)
     pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
     row_costs = None if costs is None else costs(lengths)
-    prefixes = None if may_share is None else Prefixes.of(batch, lengths)
-    if prefixes is not None and may_share is not None and not may_share():
-        prefixes = None
+    prefixes = Prefixes.of(batch, lengths, may_share)
     plan, is_shared = plan_sharing(lengths, num_data_ranks, capacity, pairs, prefixes, costs=row_costs, method=method)
     return [_share(batch, microbatches, lengths, prefixes if is_shared else None) for microbatches in plan]
 

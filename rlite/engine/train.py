@@ -179,6 +179,16 @@ class RliteTrainEngine(ModuleEngine):
         results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
 
+    def prefix_obstacle(self) -> str | None:
+        """Return why tokens with which sequences of a microbatch begin alike are not computed once; None if they are.
+
+        A loss or post_hook on logits gets every sequence whole: logits of all tokens would take most memory.
+        """
+        cls = type(self.module)
+        if cls not in self._obstacles:
+            self._obstacles[cls] = self._backend.prefix_obstacle(self.module, self.options)
+        return self._obstacles[cls]
+
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters that hold NaN or infinity, on any worker."""
         return sorted({name for names in self._workers.call(TrainWorker.nonfinite_parameters) for name in names})

@@ -116,16 +116,6 @@ class ResumableEngine(Engine):
             self._backend.check_module(self.module, self.options)
         self._obstacles = {}
 
-    def prefix_obstacle(self) -> str | None:
-        """Return why tokens with which sequences of a microbatch begin alike are not computed once; None if they are.
-
-        A loss or post_hook on logits gets every sequence whole: logits of all tokens would take most memory.
-        """
-        cls = type(self.module)
-        if cls not in self._obstacles:
-            self._obstacles[cls] = self._backend.prefix_obstacle(self.module, self.options)
-        return self._obstacles[cls]
-
     def _source(self) -> bytes:
         for parameter in self.module.parameters():
             # accelerate notes it there for tied parameters, and what was frozen since would arrive as it was before

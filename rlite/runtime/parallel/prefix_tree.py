@@ -16,7 +16,7 @@ keys are the nodes of all its tokens, so that any attention with fewer queries t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -59,7 +59,9 @@ class Prefixes:
     """tokens of each row of the batch"""
 
     @classmethod
-    def of(cls, batch: Mapping[str, Tensor], lengths: Sequence[int]) -> Prefixes | None:
+    def of(
+        cls, batch: Mapping[str, Tensor], lengths: Sequence[int], may_share: Callable[[], bool] | None
+    ) -> Prefixes | None:
         """Return the prefixes of a right-padded batch; None if sharing them would save next to nothing.
 
         Policy versions part rows, too, where both are known: the tokens were sampled by different policies.
@@ -67,12 +69,16 @@ class Prefixes:
         Args:
             batch: `input_ids` [N, L] and other keys.
             lengths: tokens of each row.
+            may_share: asked whether prefixes may be shared, if that would save work; None is no.
         """
+        if may_share is None:
+            return None
         columns = {name: batch[name].cpu().numpy() for name in READ if name in batch}
         keys = [row[:length].tobytes() for row, length in zip(columns["input_ids"], lengths, strict=True)]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         shared = [0, *(_worth(_common(columns, *pair, lengths), *pair, lengths) for pair in pairwise(order))]
-        return cls(order, shared, lengths) if sum(shared) * MIN_SAVED >= sum(lengths) else None
+        is_worth = sum(shared) * MIN_SAVED >= sum(lengths)
+        return cls(order, shared, lengths) if is_worth and may_share() else None
 
     @cached_property
     def _place(self) -> dict[int, int]:

@@ -20,6 +20,10 @@ from rlite.runtime.parallel.prefix_tree import MIN_SHARED, Prefixes, PrefixTree,
 CPU = torch.device("cpu")
 
 
+def always() -> bool:
+    return True
+
+
 def batch_of(rows: list[list[int]], **columns: Any) -> dict[str, Tensor]:
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -37,7 +41,7 @@ def siblings(num_groups: int = 2, size: int = 3, prompt: int = 40, answer: int =
 
 
 def prefixes_of(rows: list[list[int]], **columns: Any) -> Prefixes:
-    found = Prefixes.of(batch_of(rows, **columns), [len(row) for row in rows])
+    found = Prefixes.of(batch_of(rows, **columns), [len(row) for row in rows], always)
     assert found is not None
     return found
 
@@ -79,14 +83,16 @@ def test_nodes_hold_every_row_and_stand_for_equal_beginnings_with_equal_labels(
 
 def test_only_rows_with_much_in_common_share_tokens() -> None:
     rows = siblings()
+    assert Prefixes.of(batch_of(rows), [48] * 6, None) is None
+    assert Prefixes.of(batch_of(rows), [48] * 6, lambda: False) is None
     found = prefixes_of(rows)
     assert found.within([0, 1, 2]) == Sharing([0, 1, 2], [0, 39, 39])
     assert found.within([4, 0, 3]) == Sharing([1, 2, 0], [0, 0, 39])
     assert found.num_unique(range(6)) == 6 * 48 - 4 * 39
     short = [[1, 2, 3, 4 + n] for n in range(4)]
-    assert Prefixes.of(batch_of(short), [4] * 4) is None
+    assert Prefixes.of(batch_of(short), [4] * 4, always) is None
     header = [[*range(MIN_SHARED + 1), *([50 + n] * 200)] for n in range(4)]
-    assert Prefixes.of(batch_of(header), [len(row) for row in header]) is None, "less than an eighth"
+    assert Prefixes.of(batch_of(header), [len(row) for row in header], always) is None, "less than an eighth"
 
 
 def test_rows_of_other_routing_versions_or_kept_ids_share_only_what_comes_before() -> None:
@@ -123,7 +129,7 @@ def test_a_plan_keeps_siblings_together_as_far_as_ranks_have_equal_work(num_rank
 def test_a_microbatch_computes_at_most_its_capacity(groups: int, size: int, capacity: int, num_ranks: int) -> None:
     rows = siblings(groups, size)
     batch = batch_of(rows)
-    shares = split_batch("test", batch, num_ranks, capacity, may_share=lambda: True)
+    shares = split_batch("test", batch, num_ranks, capacity, may_share=always)
     assert sorted(row for share in shares for row in share.rows if share.microbatches[0]) == sorted(
         row for share in shares for pack in share.microbatches for row in map(share.rows.__getitem__, pack)
     )
@@ -148,7 +154,7 @@ def test_pairs_that_must_stay_together_may_exceed_a_microbatch_by_what_they_shar
 def test_a_plan_shares_nothing_if_whole_rows_take_no_longer() -> None:
     rows = siblings(1, 2, prompt=20, answer=400)
     assert not plan_sharing([420, 420], 2, 1000, None, Prefixes([0, 1], [0, 19], [420, 420]))[1]
-    assert Prefixes.of(batch_of(rows), [420, 420]) is None
+    assert Prefixes.of(batch_of(rows), [420, 420], always) is None
 
 
 def test_the_gradient_of_a_selected_row_is_added_up_in_float32() -> None:
