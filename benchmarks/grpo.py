@@ -7,6 +7,10 @@ A step is whole on both sides: 8 prompts x 8 generations of up to 128 tokens (ab
 stopping is in the weights), rewards, log-probabilities, loss, backward, AdamW, and on ours the weight sync. float32,
 no reference model, no gradient checkpointing. Rounds alternate; the ratio is of the medians, and of CPU time beside it,
 which a busy machine disturbs less.
+
+    python -m benchmarks.grpo --prompt-tokens 400 --answer-tokens 80 --whole [--trl-python none]
+
+The second form has prompts and answers of fixed lengths, and with `--whole` a third side: ours without shared prefixes.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import torch
 import transformers
 
 import rlite
-from benchmarks.model import build_model
+from benchmarks.model import build_model, build_prompts
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.services.record.recorder import Amount
 from rlite.trainer.options import TrainerOptions
@@ -40,26 +44,34 @@ def share_of_even_tokens(prompt: str, completions: str, prompt_ids: list, comple
     return sum(token % 2 == 0 for token in completion_ids) / max(len(completion_ids), 1)
 
 
-def grpo_trainer(model: Path, scratch: Path, total_steps: int, record: Amount) -> PpoTrainer:
+def grpo_trainer(
+    model: Path,
+    scratch: Path,
+    total_steps: int,
+    record: Amount,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    max_model_len: int = 256,
+    **actor: Any,
+) -> PpoTrainer:
     """Return the trainer of this benchmark, for the current session."""
     prompts = json.loads((model / "prompts.json").read_text())
     options = PpoConfig(
-        actor=ActorOptions(model_name=str(model), lr=1e-6),
+        actor=ActorOptions(model_name=str(model), lr=1e-6, **actor),
         train_data=PromptOptions(prompts_per_rollout=NUM_PROMPTS, responses_per_prompt=NUM_GENERATIONS),
-        rollout=RolloutOptions(max_model_len=256),
+        rollout=RolloutOptions(max_model_len=max_model_len),
         trainer=TrainerOptions(
             save_dir=str(scratch), total_steps=total_steps, save_freq=10**6, test_freq=10**6, record=record
         ),
     )
-    gconfig = GenerationHyperparameters(max_new_tokens=MAX_NEW_TOKENS)
+    gconfig = GenerationHyperparameters(max_new_tokens=max_new_tokens)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     workflow = SingleTurnWorkflow(RewardFunction(share_of_even_tokens), gconfig, tokenizer)
     return PpoTrainer(options, workflow, [{"input_ids": prompt} for prompt in prompts])
 
 
-def ours(model: Path, scratch: Path, steps: int, threads: int) -> dict[str, Any]:
+def ours(model: Path, scratch: Path, steps: int, threads: int, **options: Any) -> dict[str, Any]:
     rlite.init(num_devices=1, num_threads=threads)
-    trainer = grpo_trainer(model, scratch, steps + 1, record="none")
+    trainer = grpo_trainer(model, scratch, steps + 1, record="none", **options)
     trainer.start()
     wall, cpu, lengths = [], [], []
     while not trainer.run.is_over:
@@ -81,10 +93,13 @@ def ours(model: Path, scratch: Path, steps: int, threads: int) -> dict[str, Any]
     }
 
 
-def theirs(python: str, model: Path, steps: int, threads: int, rows_per_forward: int) -> dict[str, Any]:
+def theirs(
+    python: str, model: Path, steps: int, threads: int, rows_per_forward: int, max_new_tokens: int
+) -> dict[str, Any]:
     script = Path(__file__).parent / "peers" / "trl_grpo.py"
     command = [python, str(script), str(model), str(model / "prompts.json"), "--threads", str(threads)]
     command += ["--steps", str(steps), "--rows-per-forward", str(rows_per_forward)]
+    command += ["--max-new-tokens", str(max_new_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -96,18 +111,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rows-per-forward", type=int, default=64, help="TRL's; report the best")
+    parser.add_argument("--prompt-tokens", type=int, help="length of every prompt; default: 8 to 64")
+    parser.add_argument("--answer-tokens", type=int, help="length of every answer; default: about 40")
+    parser.add_argument("--whole", action="store_true", help="a side of ours that computes every sequence whole")
     args = parser.parse_args()
-    rounds = []
+    longest, answer = args.prompt_tokens or 64, args.answer_tokens or MAX_NEW_TOKENS
+    own = {"max_new_tokens": answer, "max_model_len": max(256, longest + answer)}
+    sides: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        model = build_model(Path(scratch) / "model", stop_probability=STOP_PROBABILITY)
+        stop = None if args.answer_tokens else STOP_PROBABILITY
+        model = build_model(Path(scratch) / "model", stop_probability=stop)
+        prompts = build_prompts(shortest=args.prompt_tokens or 8, longest=longest)
+        (model / "prompts.json").write_text(json.dumps(prompts))
         for number in range(args.rounds):
-            mine = ours(model, Path(scratch) / f"run-{number}", args.steps, args.threads)
-            peer = theirs(args.trl_python, model, args.steps, args.threads, args.rows_per_forward)
-            rounds.append((mine, peer))
-            print(json.dumps({"rlite": mine, "trl": {k: v for k, v in peer.items() if k != "steps"}}), flush=True)
+            folder, common = Path(scratch) / f"run-{number}", (args.steps, args.threads)
+            found = {"rlite": ours(model, folder, *common, **own)}
+            if args.whole:
+                found["whole"] = ours(model, folder / "whole", *common, **own, share_prefixes=False)
+            if args.trl_python != "none":
+                found["trl"] = theirs(args.trl_python, model, *common, args.rows_per_forward, answer)
+            for name, side in found.items():
+                sides.setdefault(name, []).append(side)
+            print(json.dumps({name: {k: v for k, v in side.items() if k != "steps"} for name, side in found.items()}))
     for key in ("seconds_per_step", "cpu_seconds_per_step"):
-        mine, peer = (statistics.median(side[key] for side in sides) for sides in zip(*rounds, strict=True))
-        print(f"{key}: rlite {mine:.3f}, trl {peer:.3f}, trl / rlite = {peer / mine:.2f}")
+        medians = {name: statistics.median(each[key] for each in found) for name, found in sides.items()}
+        print(f"{key}: {', '.join(f'{name} {value:.3f}' for name, value in medians.items())}", end="")
+        others = {name: value for name, value in medians.items() if name != "rlite"}
+        print("".join(f", {name} / rlite = {value / medians['rlite']:.2f}" for name, value in others.items()))
     print(f"torch {torch.__version__}, {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps")
 
 

@@ -69,6 +69,7 @@ _TABLE = (
     Key("cu_seqlens", "[n + 1]", "int32", "packing", "models, losses", "Where rows begin and end in the pack."),
     Key("position_ids", "[T]", "int64", "packing", "models", "Position of the token in its row."),
     Key("max_seqlen", "number", "int", "packing", "models", "Length of the pack's longest row."),
+    Key("prefix_tree", "object", "PrefixTree", "packing", "models", "Tokens that rows share; absent without any."),
 )
 KEYS: Mapping[str, Key] = {key.name: key for key in _TABLE}
 

@@ -165,6 +165,9 @@ def model_plan(name: str, engine: RliteTrainEngine, max_grad_norm: float) -> dic
         "model": f"{name}, {engine.num_parameters / 1e6:.2f} M parameters{_trained(engine)}",
         "optimizer": f"{OPTIMIZERS[options.name]}, {_rate(options)}, weight decay {options.weight_decay:g}, gradients "
         f"clipped to norm {max_grad_norm:g}",
+        "shared prefixes": f"not used: {obstacle}"
+        if (obstacle := engine.prefix_obstacle())
+        else "computed once in each microbatch, where that saves work",
     }
     if experts_of(module):
         plan["experts"] = expert_parallel_plan(module, engine.dims)

@@ -24,7 +24,8 @@ from rlite.batch import INTEGER, KEYS, NAMED_REWARD, PACK_LAYOUT, PER_TOKEN, RAG
 from rlite.data.kept_ids import check_kept_ids, is_ragged_value
 from rlite.data.routing import ROUTED, note_rows, rows_tensor
 from rlite.errors import ConfigError, DataError
-from rlite.runtime.parallel.microbatch_plan import plan_microbatches
+from rlite.runtime.parallel.microbatch_plan import plan_sharing
+from rlite.runtime.parallel.prefix_tree import Prefixes, PrefixTree, Sharing
 from rlite.types import LLMResponse, PackingMethod, StopReason
 
 # -- trajectories ------------------------------------------------------------------------------------------------------
@@ -426,7 +427,9 @@ class Pack(UserDict[str, Any]):
         return value
 
 
-def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device) -> Pack:
+def lazy_pack(
+    batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.device, sharing: Sharing | None = None
+) -> Pack:
     """Concatenate rows of a right-padded batch.
 
     Args:
@@ -434,10 +437,11 @@ def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.de
             pack is read.
         rows: the rows to take, in this order.
         device: where the pack is read.
+        sharing: tokens that the rows share, and that models compute once; see `rlite.runtime.parallel.prefix_tree`.
 
     Returns:
         Keys [T, ...] per token, [K] for ragged keys, and [n] or [n, 1] per sequence, with cu_seqlens [n + 1] int32,
-            position_ids [T] and max_seqlen.
+            position_ids [T], max_seqlen, and prefix_tree if rows share tokens.
     """
 
     def packed_key(key: str, value: Tensor) -> Tensor:
@@ -456,6 +460,8 @@ def lazy_pack(batch: Mapping[str, Tensor], rows: Sequence[int], device: torch.de
     packed["cu_seqlens"] = starts.to(device)
     packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
     packed["max_seqlen"] = int(lengths.max())
+    if sharing is not None and any(sharing.counts):
+        packed["prefix_tree"] = PrefixTree(lengths.tolist(), sharing, device)
     return packed
 
 
@@ -472,6 +478,13 @@ class BatchShare:
     """tensors of these rows, cut to the longest of them"""
     microbatches: list[list[int]]
     """row numbers in this share, for each microbatch; every rank has the same number of microbatches"""
+    sharing: list[Sharing | None]
+    """tokens that the rows of each microbatch share; None if every row is computed whole"""
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of the microbatches that are not computed again."""
+        return sum(sum(each.counts) for each in self.sharing if each is not None)
 
 
 def split_batch(
@@ -481,6 +494,7 @@ def split_batch(
     capacity: int,
     costs: Callable[[Sequence[int]], list[float]] | None = None,
     method: PackingMethod = "first_fit_decreasing",
+    may_share: Callable[[], bool] | None = None,
 ) -> list[BatchShare]:
     """Divide the rows so that all data ranks have similar work.
 
@@ -492,6 +506,7 @@ def split_batch(
         capacity: maximum tokens in a microbatch.
         costs: maps the lengths of the rows to the costs that ranks share evenly; without it, these are the lengths.
         method: packing method; see `plan_microbatches`.
+        may_share: asked if it would save work to compute tokens once with which rows of a microbatch begin alike.
 
     Returns:
         One share for each data rank.
@@ -505,11 +520,14 @@ def split_batch(
     lengths = sequence_lengths(batch)
     pairs = batch["pair_ids"].tolist() if "pair_ids" in batch else None
     row_costs = None if costs is None else costs(lengths)
-    plan = plan_microbatches(lengths, num_data_ranks, capacity, pairs, costs=row_costs, method=method)
-    return [_share(batch, microbatches, lengths) for microbatches in plan]
+    prefixes = Prefixes.of(batch, lengths, may_share)
+    plan, is_shared = plan_sharing(lengths, num_data_ranks, capacity, pairs, prefixes, costs=row_costs, method=method)
+    return [_share(batch, microbatches, lengths, prefixes if is_shared else None) for microbatches in plan]
 
 
-def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: Sequence[int]) -> BatchShare:
+def _share(
+    batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: Sequence[int], prefixes: Prefixes | None
+) -> BatchShare:
     rows = [row for microbatch in microbatches for row in microbatch] or pair_rows(batch)
     local = {row: index for index, row in enumerate(rows)}
     width, full_width = max(lengths[row] for row in rows), batch["input_ids"].shape[1]
@@ -520,7 +538,8 @@ def _share(batch: Mapping[str, Tensor], microbatches: list[list[int]], lengths: 
             part[key] = value[:, : int(batch[RAGGED[key]][index].sum(-1).max())]
         elif value.dim() > 1 and value.shape[1] == full_width:
             part[key] = value[:, :width]
-    return BatchShare(rows, part, [[local[row] for row in microbatch] for microbatch in microbatches])
+    sharing = [prefixes.within(each) if prefixes is not None and each else None for each in microbatches]
+    return BatchShare(rows, part, [[local[row] for row in microbatch] for microbatch in microbatches], sharing)
 
 
 def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tensor], attention_mask: Tensor) -> Tensor:

@@ -100,6 +100,10 @@ class WorkLayout(Protocol):
         """Multiple of `max_tokens_per_microbatch` that a microbatch may hold because peers share its activations."""
 
 
+def _shares_nothing(module: BaseTrainModule, options: Any) -> str:
+    return "the executor computes every sequence whole"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainBackend(Backend):
     """A training backend as `register_executor("train", name, backend)` takes it.
@@ -112,6 +116,9 @@ class TrainBackend(Backend):
     """layout(num_workers, workers per copy of the model, options); raises ConfigError for sizes that cannot be"""
     check_module: Callable[[BaseTrainModule, Any], None] | None = None
     """check_module(module, options) in the driver, before any process starts; raises ConfigError"""
+    prefix_obstacle: Callable[[BaseTrainModule, Any], str | None] = _shares_nothing
+    """prefix_obstacle(module, options) returns why workers compute every row of a pack whole; None if they compute the
+    tokens that `BatchShare.sharing` names once"""
 
 
 class TrainWorker(SourceWorker, Protocol):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlite.algorithms.logprobs import OnLogprobs
 from rlite.algorithms.reduce import Loss, Weight
 from rlite.data.packs import BatchShare, join_values, sequence_lengths, split_batch
 from rlite.engine.module_methods import ModuleEngine
@@ -95,8 +96,10 @@ class RliteTrainEngine(ModuleEngine):
         Returns:
             The batch's `loss`, the means that loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
                 `num_microbatches` per rank, and `is_skipped`. `is_skipped` is 1 if no step was made, because the weight
-                is 0, or the loss or a gradient is not finite. A `PerToken` that loss_fn reports is there as [N, L],
-                padded with 0, if the executor returns values of tokens and the weight is not 0.
+                is 0, or the loss or a gradient is not finite. `shared_tokens`, if there are any, is the share of tokens
+                that were computed once with another sequence (option `share_prefixes`). A `PerToken` that loss_fn
+                reports is there as [N, L], padded with 0, if the executor returns values of tokens and the weight is
+                not 0.
 
         Raises:
             DataError: the batch has another form, or a sequence is longer than a microbatch.
@@ -171,10 +174,20 @@ class RliteTrainEngine(ModuleEngine):
         Returns:
             Values [N, L, ...], padded with 0.
         """
-        shares = self._split("forward", batch, max_tokens_per_microbatch)
+        shares = self._split("forward", batch, post_hook, max_tokens_per_microbatch)
         calls = [(share, post_hook, without_adapters) for share in shares]
         results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
+
+    def prefix_obstacle(self) -> str | None:
+        """Return why tokens with which sequences of a microbatch begin alike are not computed once; None if they are.
+
+        A loss or post_hook on logits gets every sequence whole: logits of all tokens would take most memory.
+        """
+        cls = type(self.module)
+        if cls not in self._obstacles:
+            self._obstacles[cls] = self._backend.prefix_obstacle(self.module, self.options)
+        return self._obstacles[cls]
 
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters that hold NaN or infinity, on any worker."""
@@ -216,20 +229,26 @@ class RliteTrainEngine(ModuleEngine):
     def _atomic(
         self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
     ) -> dict[str, Any]:
-        shares = self._split(method.__name__, batch)
+        shares = self._split(method.__name__, batch, functions[0])
         results = self._ask_each(method, [(share, *functions) for share in shares])
         stats = dict(results[0])
         for name in {name for result in results for name, value in result.items() if isinstance(value, Tensor)}:
             values = [result.get(name, torch.empty(0)) for result in results]
             stats[name] = join_values(name, shares, values, batch["attention_mask"])
-        num_tokens = float(sum(sequence_lengths(batch)))
+        num_tokens, num_shared = float(sum(sequence_lengths(batch))), sum(share.num_shared for share in shares)
+        if num_shared:
+            stats["shared_tokens"] = num_shared / num_tokens
         return {**stats, "num_microbatches": float(len(shares[0].microbatches)), "num_tokens": num_tokens}
 
-    def _split(self, what: str, batch: Mapping[str, Tensor], max_tokens: int | None = None) -> list[BatchShare]:
+    def _split(
+        self, what: str, batch: Mapping[str, Tensor], function: Callable[..., Any], max_tokens: int | None = None
+    ) -> list[BatchShare]:
         self._need_weights(what)
+        is_narrow = isinstance(function, OnLogprobs) or self.module.has_narrow_outputs
         capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor
         costs = None if self.options.balance_by == "tokens" else self._flops
-        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method)
+        may_share = (lambda: self.prefix_obstacle() is None) if is_narrow else None
+        return split_batch(what, batch, self.num_data_ranks, capacity, costs, self.options.packing_method, may_share)
 
     def _ask_each(self, method: Callable[..., Any], calls: Sequence[tuple], **options: Any) -> list[Any]:
         """Return the result of every data rank; see `WorkerSet.ask_each`."""

@@ -104,6 +104,8 @@ class ResumableEngine(Engine):
         super().__init__(backend, executor)
         self.module = module
         self._writing: StateWriting | None = None
+        self._obstacles: dict[type, str | None] = {}
+        """results of `prefix_obstacle` by class of the module, since the engine was built"""
 
     def _validate(self, copy_size: int) -> None:
         try:
@@ -112,6 +114,7 @@ class ResumableEngine(Engine):
             raise ConfigError(f"tensor_parallel_size={copy_size}: {error}") from error
         if self._backend.check_module is not None:
             self._backend.check_module(self.module, self.options)
+        self._obstacles = {}
 
     def _source(self) -> bytes:
         for parameter in self.module.parameters():

@@ -36,6 +36,8 @@ class BaseTrainModule(nn.Module):
 
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    has_narrow_outputs: bool = False
+    """true if `compute_logits` returns a few numbers for each token"""
     context_group: dist.ProcessGroup | None = None
     """set by the worker: the ranks that share the tokens of each pack (context parallel)"""
     routing: Any = None
@@ -134,6 +136,10 @@ class BaseTrainModule(nn.Module):
     def replay_obstacle(self) -> str | None:
         """Return why `compute_logits` cannot replay chosen experts; None if it can."""
         return "has no experts to choose"
+
+    def prefix_obstacle(self) -> str | None:
+        """Return why `compute_logits` cannot compute tokens with which sequences begin alike once; None if it can."""
+        return f"{type(self).__name__} computes packs by itself"
 
     def check_deterministic(self, device_type: str) -> None:
         """Check that the log-probabilities of `make_deterministic` are the served ones.
@@ -241,16 +247,29 @@ class BaseTrainModule(nn.Module):
         Returns:
             Log-probabilities and entropies.
         """
-        labels, logits = next_token(data["input_ids"], data["cu_seqlens"]), self.compute_logits(data)
-        logprobs, entropies = gather_logprobs_entropy(logits, labels, temperature)
-        if (kept := KeptIds.of_pack(data)) is None:
-            return TokenLogprobs(logprobs, entropies)
-        return TokenLogprobs(kept_logprobs(logits, labels, temperature, kept, logprobs), entropies, logprobs)
+        labels = next_token(data["input_ids"], data["cu_seqlens"])
+        values = logprobs_of_logits(self.compute_logits(data), labels, temperature, KeptIds.of_pack(data))
+        return TokenLogprobs(*values)
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return next(self.parameters()).device
+
+
+def logprobs_of_logits(logits: Tensor, labels: Tensor, temperature: float, kept: KeptIds | None) -> tuple[Tensor, ...]:
+    """Return log-probabilities and entropies [T], and with kept ids log-probabilities in the whole vocabulary [T].
+
+    Args:
+        logits: [T, V].
+        labels: next tokens, [T].
+        temperature: divides the logits.
+        kept: kept ids of the tokens, by row of the logits; None keeps the vocabulary.
+    """
+    logprobs, entropies = gather_logprobs_entropy(logits, labels, temperature)
+    if kept is None:
+        return logprobs, entropies
+    return kept_logprobs(logits, labels, temperature, kept, logprobs), entropies, logprobs
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -291,7 +291,7 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
             self.run.console.note(f"evaluation: {number * batch_size} of {len(rows)} items")
             stats = self.engine.eval_batch(self.prepare(batch), self.loss, self.loss.weight)
             counts = self.metric_counts(batch)
-            for key in stats.keys() - {"weight", "num_tokens", "num_microbatches"}:
+            for key in stats.keys() - {"weight", "num_tokens", "num_microbatches", "shared_tokens"}:
                 total, count = sums.get(key, (0.0, 0.0))
                 own = counts.get(key, stats["weight"])
                 sums[key] = total + stats[key] * own, count + own

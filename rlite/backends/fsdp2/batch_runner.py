@@ -202,8 +202,8 @@ class BatchRunner:
         found: list[Tensor] = []
         base = self.module.without_adapters() if without_adapters else nullcontext()
         with fsdp.resharded(self.module), _evaluating(self.module), base:
-            for rows in share.microbatches:
-                data = self._pack(share, rows)
+            for number, rows in enumerate(share.microbatches):
+                data = self._pack(share, number)
                 outputs = self._outputs(post_hook, data)
                 with _counting(rows):
                     values = post_hook(outputs, data)
@@ -212,13 +212,14 @@ class BatchRunner:
 
     def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple[list[Pack], list[float], float]:
         """Return this rank's packs, their weights, and the weight of the whole batch."""
-        packs = [self._pack(share, rows) for rows in share.microbatches]
+        packs = [self._pack(share, number) for number in range(len(share.microbatches))]
         given: Any = zip(share.microbatches, packs, strict=True)
         weights = [weigh(loss_weight_fn, data) if rows else 0.0 for rows, data in given]
         return packs, weights, self._sum([sum(weights)])[0]
 
-    def _pack(self, share: BatchShare, rows: list[int]) -> Pack:
-        return lazy_pack(share.batch, rows or pair_rows(share.batch), self._device)
+    def _pack(self, share: BatchShare, number: int) -> Pack:
+        rows = share.microbatches[number] or pair_rows(share.batch)
+        return lazy_pack(share.batch, rows, self._device, share.sharing[number])
 
     def _outputs(self, function: Callable[..., Any], data: Pack) -> Tensor | TokenLogprobs:
         """Return the input of a loss or post_hook: logits, or log-probabilities if they suffice."""

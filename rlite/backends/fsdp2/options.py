@@ -33,6 +33,9 @@ class Fsdp2Options(Options):
     packing_method: PackingMethod = "first_fit_decreasing"
     """method that packs a rank's rows into microbatches: "first_fit_decreasing" fills one after the other;
     "karmarkar_karp" makes the same number of microbatches of even size, which lowers peak memory"""
+    share_prefixes: bool = True
+    """compute tokens with which sequences of a microbatch begin alike (the prompt of a group, earlier turns) once.
+    Gradients are those of whole sequences, up to rounding. Not with dropout, recurrent layers or deterministic=true"""
     param_dtype: Dtype = "float32"
     """dtype of master weights and optimizer state"""
     compute_dtype: Dtype | None = None

@@ -511,4 +511,24 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
         linear.check_liger(module, current_session().device)
 
 
-BACKEND = TrainBackend(options=Fsdp2Options, worker=Fsdp2Worker, layout=layout, check_module=check_module)
+def prefix_obstacle(module: BaseTrainModule, options: Fsdp2Options) -> str | None:
+    """Return why every row of a pack is computed whole; None if tokens with which rows begin alike are computed once.
+
+    Args:
+        module: the module on meta.
+        options: options of the executor.
+    """
+    if not options.share_prefixes:
+        return "share_prefixes=false"
+    if options.deterministic:
+        return "with deterministic=true gradients would have other bits"
+    return module.prefix_obstacle()
+
+
+BACKEND = TrainBackend(
+    options=Fsdp2Options,
+    worker=Fsdp2Worker,
+    layout=layout,
+    check_module=check_module,
+    prefix_obstacle=prefix_obstacle,
+)

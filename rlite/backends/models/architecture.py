@@ -6,9 +6,9 @@ Compare the tensors of a checkpoint with those of the model, so that none is lef
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +36,8 @@ from rlite.backends.models.stored import REBUILT, StoredCheckpoint, container_cl
 from rlite.errors import CheckpointError, ConfigError, StorageError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import causal_config, quantised, quiet_transformers, real_tensors, rope_parts, summary
+from rlite.runtime.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.prefix_tree import PrefixTree, Sharing
 from rlite.wording import counted
 
 NUM_HEADS, HEAD_DIM, ROPE_HEAD_DIM = 4, 16, 8
@@ -338,7 +340,7 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
             if unknown := _unknown_layers(model):
                 return f"has layers of kind {unknown}, which rlite does not know"
             if difference(expected, packed(model)) <= tolerance:
-                wrong = _wrong_gradients(model, is_training=bool(mixers) or has_experts)
+                wrong = _wrong_gradients(model, alone, packed, is_training=bool(mixers) or has_experts)
                 return _leak(model, mixers) or wrong or _renamed(model)
             fault = "computes masks or positions itself"
     except StorageError:  # says nothing of the class
@@ -348,24 +350,29 @@ def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
     return _why(model, expected) or fault
 
 
-def _expected(model: PreTrainedModel, has_mixers: bool, has_experts: bool) -> tuple[Tensor, float]:
+def _expected(
+    model: PreTrainedModel, has_mixers: bool, has_experts: bool, rows: Sequence[Tensor] | None = None
+) -> tuple[Tensor, float]:
     """Return transformers' outputs and the tolerance: in float64, or in float32 if the class cannot compute in it."""
     tolerance = STATE_TOLERANCE if has_mixers else EXACT_TOLERANCE
     if has_experts or model.config._attn_implementation == "eager":
         tolerance = ROUNDED_TOLERANCE
     try:
-        return alone(model.double()), tolerance
+        return alone(model.double(), rows), tolerance
     except Exception:  # of any kind: the class's own code
-        return alone(model.float()), TOLERANCE
+        return alone(model.float(), rows), TOLERANCE
 
 
-def _wrong_gradients(model: PreTrainedModel, is_training: bool) -> str | None:
+Outputs = Callable[[PreTrainedModel], Tensor]
+
+
+def _wrong_gradients(model: PreTrainedModel, whole: Outputs, in_pack: Outputs, is_training: bool) -> str | None:
     """Return a text about a parameter whose gradient differs in a pack; in training mode, modules drop nothing out."""
     model.train(is_training)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    expected, found = (_gradients(model, outputs) for outputs in (alone, packed))
+    expected, found = (_gradients(model, outputs) for outputs in (whole, in_pack))
     model.eval()
     largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
     smallest = GRADIENT_TOLERANCE * max(largest.values())  # some gradients are zero but for rounding
@@ -377,7 +384,7 @@ def _wrong_gradients(model: PreTrainedModel, is_training: bool) -> str | None:
 
 
 @torch.enable_grad()
-def _gradients(model: PreTrainedModel, outputs: Callable[[PreTrainedModel], Tensor]) -> dict[str, Tensor]:
+def _gradients(model: PreTrainedModel, outputs: Outputs) -> dict[str, Tensor]:
     """Return the gradients of a sum of the outputs, each output with a weight of its own."""
     found = outputs(model)
     weights = torch.arange(found.numel(), dtype=found.dtype, device="cpu").sin().view_as(found)
@@ -538,18 +545,63 @@ def _attend_to_own_token(
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
-def alone(model: PreTrainedModel) -> Tensor:
+def alone(model: PreTrainedModel, rows: Sequence[Tensor] | None = None) -> Tensor:
     """Return the outputs of transformers' own forward, one call for each sequence, one after the other."""
-    return torch.cat([outputs_of(model, {"input_ids": ids[None]}) for ids in sequences()])
+    return torch.cat([outputs_of(model, {"input_ids": ids[None]}) for ids in rows or sequences()])
 
 
-def packed(model: PreTrainedModel) -> Tensor:
-    """Return the outputs of one forward over a pack of all sequences, as the train engine computes it."""
-    cu_seqlens = F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    inputs = {"input_ids": torch.cat(sequences())[None], "position_ids": positions[None]}
-    with attention(model.config, PACKED, PackedLayout(cu_seqlens, max(LENGTHS))), mixing(Documents(LENGTHS)):
-        return outputs_of(model, inputs)
+def packed(model: PreTrainedModel, rows: Sequence[Tensor] | None = None, sharing: Sharing | None = None) -> Tensor:
+    """Return the outputs of one forward over a pack of sequences, as the train engine computes it.
+
+    Args:
+        model: the model.
+        rows: the sequences; by default those of `sequences`.
+        sharing: tokens that are computed once for several sequences.
+    """
+    rows = rows or sequences()
+    lengths = [len(row) for row in rows]
+    cu_seqlens = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    tree = None if sharing is None else PrefixTree(lengths, sharing, cu_seqlens.device)
+    share = ContextShare(cu_seqlens, None, tree)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    inputs = {"input_ids": share.take(torch.cat(list(rows)))[None], "position_ids": share.take(positions)[None]}
+    layout = PackedLayout(cu_seqlens, max(lengths), share)
+    with attention(model.config, PACKED, layout), mixing(Documents(lengths)):
+        return share.expand(outputs_of(model, inputs))
+
+
+def _branches() -> tuple[list[Tensor], Sharing]:
+    """Return sequences that begin alike, and the tokens that they share."""
+    first, second, third = sequences()
+    fork = second[: 2 * WINDOW]
+    rows = [torch.cat([fork, first]), second, torch.cat([fork, first[:WINDOW], second]), third]
+    return rows, Sharing([1, 0, 2, 3], [0, len(fork) - 1, len(fork) + WINDOW - 1, 0])
+
+
+@once_per_config
+@real_tensors()
+@torch.no_grad()
+def prefix_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    """Return why tokens with which sequences of a pack begin alike cannot be computed once; None if they can.
+
+    Outputs and gradients of a small model must be those of whole sequences.
+
+    Args:
+        cls: the transformers class.
+        config: the model's config.
+    """
+    rows, sharing = _branches()
+    try:
+        model = miniature(cls, config)
+        has_experts = bool(experts_of(model))
+        use_implementation(model, "eager")
+        expected, tolerance = _expected(model, False, has_experts, rows)
+        if not difference(expected, packed(model, rows, sharing)) <= tolerance:
+            return f"{cls.__name__} computes other outputs then"
+        wrong = _wrong_gradients(model, partial(alone, rows=rows), partial(packed, rows=rows, sharing=sharing), True)
+        return wrong and f"{cls.__name__} {wrong}"
+    except Exception as error:  # of any kind: the class's own code
+        return f"a small copy of {cls.__name__} fails then with {summary(error)}"
 
 
 AttentionInterface.register(OWN_TOKEN, _attend_to_own_token)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from rlite.errors import ConfigError
-from rlite.runtime.parallel.context_parallel import ContextShare, Segment
+from rlite.runtime.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.prefix_tree import select_rows
 
 PACKED = "rlite_packed"
 TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -99,7 +101,7 @@ class PackedLayout:
         self, cu_seqlens: Tensor, max_seqlen: int, share: ContextShare | None = None, attend: Attend | None = None
     ) -> None:
         self.cu_seqlens, self.max_seqlen = cu_seqlens.to(torch.int32), int(max_seqlen)
-        self.share = share if share is not None and share.group is not None else None
+        self.share = share if share is not None and not share.is_whole else None
         self.attend = attend or causal_attention
 
     @cached_property
@@ -115,13 +117,19 @@ class PackedLayout:
         device.
         """
         assert self.share is not None
-        slices = [(segment.queries, segment.keys) for segment in self.share.segments]
-        lengths = torch.tensor([[rows.stop - rows.start for rows in both] for both in slices])
+        lengths = torch.tensor(self.segment_lengths).T
         cu_queries, cu_keys = F.pad(lengths.cumsum(0), (0, 0, 1, 0)).to(torch.int32).T.contiguous()
-        index = torch.cat([torch.arange(keys.start, keys.stop) for _, keys in slices])
+        index = torch.cat([segment.keys for segment in self.share.segments])
         max_queries, max_keys = lengths.amax(0).tolist()
         device = self.cu_seqlens.device
         return index.to(device), Bounds(cu_queries.to(device), cu_keys.to(device), max_queries, max_keys)
+
+    @cached_property
+    def segment_lengths(self) -> tuple[list[int], list[int]]:
+        """Numbers of queries and of keys of the share's segments."""
+        assert self.share is not None
+        queries = [segment.queries.stop - segment.queries.start for segment in self.share.segments]
+        return queries, [len(segment.keys) for segment in self.share.segments]
 
 
 LAYOUT: ContextVar[PackedLayout | None] = ContextVar("layout", default=None)
@@ -178,11 +186,15 @@ def packed_attention(
         return torch.cat([attend(q, k, v).transpose(1, 2) for q, k, v in parts], dim=1), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if share is not None:
-        k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
-        if not is_flash:
-            return torch.cat([_attend_segment(attend, q, k, v, segment) for segment in share.segments])[None], None
+        if share.group is not None:
+            k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
         index, bounds = packed_layout.segments
-        return varlen(q, k[index], v[index], bounds, scaling, window, softmax)[None], None
+        k, v = select_rows(k, index), select_rows(v, index)
+        if is_flash:
+            return varlen(q, k, v, bounds, scaling, window, softmax)[None], None
+        num_queries, num_keys = packed_layout.segment_lengths
+        parts = zip(q.split(num_queries), k.split(num_keys), v.split(num_keys), strict=True)
+        return torch.cat([_attend_segment(attend, *part) for part in parts])[None], None
     cu_seqlens, length = packed_layout.cu_seqlens, packed_layout.max_seqlen
     return varlen(q, k, v, Bounds(cu_seqlens, cu_seqlens, length, length), scaling, window, softmax)[None], None
 
@@ -306,11 +318,19 @@ def attention_of_scores(
     return (probs.reshape(size, key_heads, -1, k.shape[2]) @ v).view(size, heads, num, -1)
 
 
-def _attend_segment(attend: Attend, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
-    """Return attention of a segment's queries, of this rank's q [t, H, D], to its keys, of the whole pack's k and v."""
-    rows = ((q, segment.queries), (k, segment.keys), (v, segment.keys))
-    # four axes: else torch keeps every probability for the backward pass
-    return attend(*(x[places].transpose(0, 1)[None] for x, places in rows))[0].transpose(0, 1)
+def _attend_segment(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return attention [t, H, width of values] of a segment's queries [t, H, D] to its keys and values.
+
+    Many queries are split, because a kernel with fewer queries than keys computes the scores of hidden keys, too.
+    """
+    num_earlier = len(k) - len(q)
+    stops = range(min(QUERIES, len(q)), len(q), QUERIES) if num_earlier else ()
+    outputs = []
+    for start, stop in pairwise([0, *stops, len(q)]):
+        rows = q[start:stop], k[: num_earlier + stop], v[: num_earlier + stop]
+        # four axes: else torch keeps every probability for the backward pass
+        outputs.append(attend(*(x.transpose(0, 1)[None] for x in rows))[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def varlen(

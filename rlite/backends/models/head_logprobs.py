@@ -109,7 +109,7 @@ class HeadAnswer(NamedTuple):
         If ranks share a pack, `output` is compared with the gathered values.
         """
         if share.group is not None:
-            gathered, found = share.gather_results(self.values.detach()[0]), output.detach()
+            gathered, found = share.gather_computed(self.values.detach()[0]), output.detach()
             is_alike = gathered.shape == found.shape  # the same on every rank
             return is_alike and torch.allclose(found.to(gathered), gathered, rtol=0, atol=0, equal_nan=True)
         is_same = output.data_ptr() == self.values.data_ptr() and output.numel() == self.values.numel()

@@ -29,7 +29,7 @@ from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
 from rlite.backends.models import experts
-from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, rope_limit
+from rlite.backends.models.architecture import check_architecture, check_gpu_kernels, prefix_refusal, rope_limit
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention
 from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
 from rlite.backends.models.experts import divided_apart, experts_of
@@ -46,8 +46,9 @@ from rlite.backends.models.mixers import (
 from rlite.backends.models.replay import Replay, replay_refusal, routing_shape
 from rlite.backends.models.routing import Routing, check_balance
 from rlite.data.routing import ROUTED, RoutingShape
+from rlite.engine.user_module import own_methods
 from rlite.errors import ConfigError
-from rlite.nn.base import BaseTrainModule, CheckpointSource
+from rlite.nn.base import BaseTrainModule, CheckpointSource, logprobs_of_logits
 from rlite.nn.pretrained import (
     causal_config,
     check_plain,
@@ -62,6 +63,7 @@ from rlite.nn.pretrained import (
 from rlite.runtime.parallel.context_parallel import ContextShare
 from rlite.runtime.parallel.fsdp import TrainMesh, shard_group
 from rlite.runtime.parallel.tensor import check_split, parallelize
+from rlite.wording import counted
 
 DropoutRates = Mapping[tuple[str, ...], float]
 """rates that were switched off: where each stands in the config -> what it was"""
@@ -314,6 +316,18 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         cls = self._transformers_class()
         return super().replay_obstacle() if cls is None else replay_refusal(cls, self.config)
 
+    def prefix_obstacle(self) -> str | None:
+        """Return why tokens with which sequences of a pack begin alike cannot be computed once; None if they can."""
+        if own := sorted(own_methods(type(self)).keys() & {"forward", "compute_logits", "compute_logprobs"}):
+            return f"{type(self).__name__} has {counted(len(own), 'method')} of its own: {', '.join(own)}"
+        is_dropping = any(isinstance(child, _DropoutNd) and child.p for child in self.modules())
+        if is_dropping or any(_rates(self.config)):
+            return "dropout draws other numbers for each sequence"
+        if mixers := find_mixers(self):
+            return f"{mixers[0].name} carries a state from token to token"
+        cls = self._transformers_class()
+        return None if cls is None else prefix_refusal(cls, self.config)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with transformers' own method, for methods of yours.
 
@@ -356,11 +370,22 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Raises:
             ConfigError: a sequence is so long that it changes the rotary angles of the others.
         """
+        share = self._share(data)
+        return share.expand(self._computed_logits(data, share))
+
+    def _share(self, data: Mapping[str, Any]) -> ContextShare:
+        return ContextShare(data["cu_seqlens"], self.context_group, data.get("prefix_tree"))
+
+    def _computed_logits(self, data: Mapping[str, Any], share: ContextShare) -> Tensor:
+        """Return the logits [U, V] of the tokens of a pack that are computed.
+
+        Raises:
+            ConfigError: a sequence is so long that it changes the rotary angles of the others.
+        """
         limit, length = self._rope_limit, data["max_seqlen"]
         if limit is not None and length > limit:
             problem = f"the rotary embedding of {type(self).__name__} changes with the longest sequence of a pack"
             raise ConfigError(f"a sequence of {length} tokens: beyond {limit} {problem}; use shorter sequences")
-        share = ContextShare(data["cu_seqlens"], self.context_group)
         attend = causal_attention_in_blocks if self.is_deterministic else causal_attention
         layout = PackedLayout(data["cu_seqlens"], length, share, attend)
         ids, positions = (share.take(data[name])[None] for name in ("input_ids", "position_ids"))
@@ -368,7 +393,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         routed = self._routed(data, share, ids.numel())
         with attention(self.config, PACKED, layout), mixing(documents), self._seen(ids[0], share), routed:
             output = self(input_ids=ids, position_ids=positions, use_cache=False)
-        return share.gather_results(output.logits[0])
+        return share.gather_computed(output.logits[0])
 
     @contextmanager
     def _routed(self, data: Mapping[str, Any], share: ContextShare, num_own: int) -> Iterator[None]:
@@ -396,8 +421,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         """Return a context in which the routers' choices for this rank's tokens are seen."""
         if self.routing is None:
             return nullcontext()
-        is_token = torch.ones_like(ids, dtype=torch.bool) if share.group is None else share.own_positions() >= 0
-        return self.routing.tokens(is_token)
+        return self.routing.tokens(share.own_counts(ids))
 
     def compute_logprobs(
         self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
@@ -417,21 +441,27 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         Returns:
             Log-probabilities and entropies.
         """
-        head = self.get_output_embeddings()  # type: ignore[operator]
+        head, share = self.get_output_embeddings(), self._share(data)  # type: ignore[operator]
+        labels, kept = next_token(data["input_ids"], data["cu_seqlens"]), KeptIds.of_pack(data)
         if self._changes_logits or not isinstance(head, nn.Linear):
-            return super().compute_logprobs(data, temperature, positions)
-        share = ContextShare(data["cu_seqlens"], self.context_group)
-        labels = share.take(next_token(data["input_ids"], data["cu_seqlens"]))
-        kept = KeptIds.of_pack(data) if "kept_ids" in data else None
-        if kept is not None and share.group is not None:
-            kept = kept.select(share.own_positions())
-        wanted = None if positions is None else share.take(positions)
-        with logprobs_of(head, labels, temperature, wanted, kept, self.is_deterministic) as answers:
-            output = self.compute_logits(data)
+            return self._logprobs_of_logits(data, share, labels, temperature, kept)
+        own_kept = kept if kept is None or share.is_whole else kept.select(share.own_positions())
+        wanted = None if positions is None else share.take_any(positions)
+        with logprobs_of(head, share.take(labels), temperature, wanted, own_kept, self.is_deterministic) as answers:
+            output = self._computed_logits(data, share)
         if len(answers) != 1 or not answers[0].is_what_became(output, share):
             self._changes_logits = True
-            return super().compute_logprobs(data, temperature, positions)
-        return TokenLogprobs(*output.unbind(-1))
+            return self._logprobs_of_logits(data, share, labels, temperature, kept)
+        return TokenLogprobs(*share.expand(output).unbind(-1))
+
+    def _logprobs_of_logits(
+        self, data: Mapping[str, Any], share: ContextShare, labels: Tensor, temperature: float, kept: KeptIds | None
+    ) -> TokenLogprobs:
+        """Return log-probabilities and entropies [T] from the logits of all tokens that are computed."""
+        logits = self._computed_logits(data, share)
+        if share.tree is not None:
+            labels, kept = labels[share.tree.tokens], None if kept is None else kept.select(share.tree.tokens)
+        return TokenLogprobs(*map(share.expand, logprobs_of_logits(logits, labels, temperature, kept)))
 
 
 @contextmanager
@@ -459,6 +489,7 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
     base_model: nn.Module
     base_model_prefix: str
     score: nn.Linear
+    has_narrow_outputs: bool = True
     row_ends: frozenset[int] = frozenset()
     """ids of the last tokens of the rows that are learnt; an export pads with another token"""
     _config_options: ClassVar[Mapping[str, Any]] = {"num_labels": 1}

@@ -84,7 +84,8 @@ class Replay:
         """choices of the forward pass in `recording`, [t, K] for each layer; None records nothing"""
         self._given: Tensor | None = None
         """choices to replay, [t, layers, K]; -1 is none, and the model chooses itself; None replays nothing"""
-        self._is_counting = False
+        self._counted: Tensor | None = None
+        """how often each token counts, [t]; None counts nothing"""
         self._has_replayed = False
         self._seen: list[Tensor] = []
         """for each layer, the number of choices that differ from the replayed ones, and of all that were replayed"""
@@ -116,9 +117,10 @@ class Replay:
         self._has_replayed = True
         given = given.view(own.shape)
         is_given = (given >= 0).all(-1, keepdim=True)
-        if self._is_counting and torch.is_grad_enabled():
+        if self._counted is not None and torch.is_grad_enabled():
             differs = (given.sort(-1).values != own.sort(-1).values).any(-1, keepdim=True) & is_given
-            self._seen.append(torch.stack([differs.sum(), is_given.sum()]))
+            counted = self._counted.view(is_given.shape)
+            self._seen.append(torch.stack([(differs * counted).sum(), (is_given * counted).sum()]))
         return torch.where(is_given, given, own)
 
     def _see(self, name: str, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -134,22 +136,22 @@ class Replay:
             raise ConfigError(f"routing replay: {problem}; use actor.routing_replay=off")
 
     @contextmanager
-    def replaying(self, given: Tensor | None, is_counting: bool = False) -> Iterator[None]:
+    def replaying(self, given: Tensor | None, counted: Tensor | None = None) -> Iterator[None]:
         """Replay choices in the forward passes inside of the block.
 
         Args:
             given: choices for this rank's tokens, [t, layers, K]; None replays nothing.
-            is_counting: count how often the model's own choice differs.
+            counted: count how often the model's own choice differs, each token so many times, [t]; None does not count.
 
         Yields:
             None.
         """
-        before = self._given, self._is_counting
-        self._given, self._is_counting = given, is_counting
+        before = self._given, self._counted
+        self._given, self._counted = given, counted
         try:
             yield
         finally:
-            self._given, self._is_counting = before
+            self._given, self._counted = before
 
     def replaying_pack(self, column: Tensor, share: ContextShare) -> Any:
         """Return a context that replays the choices of a pack for this rank's tokens.
@@ -159,9 +161,12 @@ class Replay:
             share: this rank's tokens.
         """
         given = share.take(self.shape.decode(column) + 1)  # padding is zero
+        counted = share.own_counts(given[:, 0, 0])
         if (group := self.tensor_group) is not None:
-            given = pad_to_multiple(given, group.size(), 0).chunk(group.size())[group.rank()]
-        return self.replaying(given - 1, is_counting=True)
+            given, counted = (
+                pad_to_multiple(x, group.size(), 0).chunk(group.size())[group.rank()] for x in (given, counted)
+            )
+        return self.replaying(given - 1, counted)
 
     def replaying_alike(self) -> Any:
         """Return a context that replays what is replayed now, for the recomputation of a part of a forward pass."""

@@ -145,7 +145,7 @@ class Routing:
             self._layers.append(layer)
         self._is_watching = self._is_recording = False
         self._counted: Tensor | None = None
-        """mask of this rank's tokens that count, [t]; None outside of `watching`"""
+        """tokens of the batch that each of this rank's tokens stands for, [t] int64; None outside of `watching`"""
         self._seen: dict[str, _Seen] = {}
         """sums of the last forward pass, by layer"""
         self._total: Tensor | None = None
@@ -182,7 +182,8 @@ class Routing:
         """See the forward pass inside of the block, if it is watched.
 
         Args:
-            counted: bool [t], which of this rank's tokens count; the others are padding.
+            counted: [t], how often each of this rank's tokens counts: 0 is padding, and a token that several sequences
+                share counts once for each. Bool or int64.
 
         Yields:
             None.
@@ -190,7 +191,7 @@ class Routing:
         if not self._is_watching:
             yield
             return
-        group = self.tensor_group
+        group, counted = self.tensor_group, counted.long()
         if group is not None:
             counted = pad_to_multiple(counted, group.size(), 0).chunk(group.size())[group.rank()]
         self._counted, self._is_recording, self._seen = counted, True, {}
@@ -210,12 +211,12 @@ class Routing:
         _, chosen, weights = args
         with torch.set_grad_enabled(has_gradient):
             probabilities = layer.probabilities(chosen, weights)
-            sums = torch.where(counted[:, None], probabilities, 0.0).sum(0)
+            sums = (torch.where(counted[:, None] > 0, probabilities, 0.0) * counted[:, None]).sum(0)
         if self._is_recording:
             counts = torch.zeros(layer.num_experts, dtype=torch.int64, device=chosen.device)
-            counts.scatter_add_(0, chosen.flatten(), counted.long().repeat_interleave(chosen.shape[1]))
+            counts.scatter_add_(0, chosen.flatten(), counted.repeat_interleave(chosen.shape[1]))
             is_finite = probabilities.detach().isfinite().all(-1)
-            self._seen[layer.name] = _Seen(counts, sums, (counted & ~is_finite).sum())
+            self._seen[layer.name] = _Seen(counts, sums, (counted * ~is_finite).sum())
 
     # -- a batch -------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlite.runtime.parallel.prefix_tree import PrefixTree, select_rows
+
 # their names since torch 2.13
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -158,8 +160,8 @@ class Segment:
 
     queries: slice
     """among this rank's tokens"""
-    keys: slice
-    """in the whole pack; the last key is that of the last query"""
+    keys: Tensor
+    """[K] int64, in the whole pack; the last key is that of the last query"""
 
 
 class ContextShare:
@@ -168,57 +170,104 @@ class ContextShare:
     Args:
         cu_seqlens: [N + 1], boundaries of the sequences in the pack.
         group: the ranks that share the pack; None keeps the whole pack on this rank.
+        tree: the nodes that are computed in place of tokens; see `rlite.runtime.parallel.prefix_tree`.
     """
 
-    def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        if group is None:
+    def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup | None, tree: PrefixTree | None = None) -> None:
+        self.group, self.tree = group, tree
+        if self.is_whole:
             return
-        bounds = cu_seqlens.tolist()
+        bounds = cu_seqlens.tolist() if tree is None else tree.borders
+        paths = [torch.arange(*pair) for pair in pairwise(bounds)] if tree is None else tree.paths
         self.num_tokens = bounds[-1]
+        """tokens that all ranks compute"""
+        if group is None:
+            self.segments = _find_segments(bounds, paths, [0], self.num_tokens)
+            return
         size = group.size()
         self.chunk = -(-self.num_tokens // (2 * size))
         order = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
         starts = torch.tensor(order)[:, None] * self.chunk
         self._order = (starts + torch.arange(self.chunk)).flatten().to(cu_seqlens.device)
-        """the position in the pack of each token, rank after rank"""
+        """the place among the computed tokens of each token, rank after rank"""
         self._position = self._order.argsort()
-        self.segments = self._find_segments(bounds, order[2 * group.rank() : 2 * group.rank() + 2], 2 * size)
+        if (total := self.chunk * 2 * size) > self.num_tokens:  # what fills up is a sequence of its own
+            bounds, paths = [*bounds, total], [*paths, torch.arange(self.num_tokens, total)]
+        self.segments = _find_segments(bounds, paths, order[2 * group.rank() : 2 * group.rank() + 2], self.chunk)
 
-    def _find_segments(self, bounds: list[int], chunks: list[int], num_chunks: int) -> list[Segment]:
-        total = self.chunk * num_chunks
-        bounds = [*bounds, total] if total > self.num_tokens else bounds  # what fills up is a sequence of its own
-        segments = []
-        for index, chunk in enumerate(chunks):
-            begin, end = chunk * self.chunk, (chunk + 1) * self.chunk
-            to_local = index * self.chunk - begin
-            for start, stop in pairwise(bounds):
-                first, last = max(start, begin), min(stop, end)
-                if first < last:
-                    segments.append(Segment(slice(first + to_local, last + to_local), slice(start, last)))
-        return segments
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank computes every token of the pack by itself."""
+        return self.group is None and self.tree is None
 
     def take(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of `x` [T, ...]; padding is zero."""
+        return self._own(x if self.tree is None else x[self.tree.tokens])
+
+    def take_any(self, mask: Tensor) -> Tensor:
+        """Return `take(mask)` of a mask [T]; a node is in it if one of the node's tokens is."""
+        return self._own(mask if self.tree is None else self.tree.any(mask))
+
+    def _own(self, x: Tensor) -> Tensor:
         if self.group is None:
             return x
         return pad_to_multiple(x, 2 * self.group.size() * self.chunk, dim=0)[self._own_order(self.group)]
 
     def own_positions(self) -> Tensor:
-        """Return the position in the pack of each of this rank's tokens; -1 is padding. Needs a group."""
+        """Return the position in the pack of each of this rank's tokens; -1 is padding. Not if it is whole."""
+        if self.tree is not None:
+            return self._own(self.tree.tokens + 1) - 1
         assert self.group is not None
         own = self._own_order(self.group)
         return torch.where(own < self.num_tokens, own, -1)
+
+    def own_counts(self, own: Tensor) -> Tensor:
+        """Return how many tokens of the pack each of this rank's tokens stands for, int64; 0 is padding.
+
+        Args:
+            own: this rank's token ids.
+        """
+        if self.tree is not None:
+            return self._own(self.tree.counts)
+        return torch.ones_like(own) if self.group is None else (self.own_positions() >= 0).to(own)
 
     def _own_order(self, group: dist.ProcessGroup) -> Tensor:
         return self._order.chunk(group.size())[group.rank()]
 
     def gather_keys(self, x: Tensor) -> Tensor:
-        """Return all tokens in the order of the pack, from this rank's [t, ...]. The ranks' gradients are added up."""
+        """Return all computed tokens in their order, from this rank's [t, ...]. The ranks' gradients are added up."""
         return x if self.group is None else gather(x, self.group, dim=0, grad="sum")[self._position]
 
-    def gather_results(self, x: Tensor) -> Tensor:
-        """Return all tokens [T, ...] in the order of the pack, for computations that every rank repeats."""
+    def gather_computed(self, x: Tensor) -> Tensor:
+        """Return all computed tokens [U, ...] in their order, for computations that every rank repeats."""
         if self.group is None:
             return x
         return gather(x, self.group, dim=0, grad="slice")[self._position][: self.num_tokens]
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Return all tokens [T, ...] in the order of the pack, from the computed tokens [U, ...]."""
+        return x if self.tree is None else select_rows(x, self.tree.index)
+
+    def gather_results(self, x: Tensor) -> Tensor:
+        """Return all tokens [T, ...] in the order of the pack, for computations that every rank repeats."""
+        return self.expand(self.gather_computed(x))
+
+
+def _find_segments(bounds: list[int], paths: list[Tensor], chunks: list[int], size: int) -> list[Segment]:
+    """Return the segments of a rank's chunks.
+
+    Args:
+        bounds: where the computed tokens of each sequence begin and end.
+        paths: all tokens of each sequence, among the computed tokens.
+        chunks: numbers of the chunks.
+        size: tokens of a chunk.
+    """
+    segments = []
+    for index, chunk in enumerate(chunks):
+        begin, end = chunk * size, (chunk + 1) * size
+        to_local = index * size - begin
+        for (start, stop), path in zip(pairwise(bounds), paths, strict=True):
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                segments.append(Segment(slice(first + to_local, last + to_local), path[: len(path) - (stop - last)]))
+    return segments

@@ -13,6 +13,7 @@ import numpy as np
 
 from rlite.errors import DataError
 from rlite.runtime.parallel.balancing import balanced_partitions, karmarkar_karp
+from rlite.runtime.parallel.prefix_tree import Prefixes
 from rlite.types import PackingMethod
 
 Plan = list[list[list[int]]]
@@ -105,10 +106,75 @@ def plan_microbatches(
     Raises:
         DataError: a row, or the rows of one group together, exceed `capacity`; or a cost is negative or not finite.
     """
+    return plan_sharing(lengths, num_ranks, capacity, groups, None, costs=costs, method=method)[0]
+
+
+def plan_sharing(
+    lengths: Sequence[int],
+    num_ranks: int,
+    capacity: int,
+    groups: Sequence[Hashable] | None,
+    prefixes: Prefixes | None,
+    *,
+    costs: Sequence[float] | None = None,
+    method: PackingMethod = "first_fit_decreasing",
+) -> tuple[Plan, bool]:
+    """Return the plan of `plan_microbatches`, and whether rows of a microbatch share the tokens that they begin with.
+
+    With sharing, capacity counts each shared token once. Rows that share tokens stay together, in as many parts as make
+    the ranks' work the least.
+
+    Args:
+        lengths: tokens of each row.
+        num_ranks: data-parallel ranks.
+        capacity: most tokens in one microbatch.
+        groups: as for `plan_microbatches`.
+        prefixes: tokens that rows have in common; None shares none.
+        costs: as for `plan_microbatches`; a row that computes a part of its tokens costs as large a part.
+        method: as for `plan_microbatches`.
+
+    Raises:
+        DataError: as for `plan_microbatches`.
+    """
     _check_lengths(lengths, capacity)
-    units = _units(lengths, capacity, groups)
-    tokens = [sum(lengths[row] for row in rows) for rows in units]
-    weights = tokens if costs is None else [sum(float(costs[row]) for row in rows) for rows in units]
+    own_costs = lengths if costs is None else [float(cost) for cost in costs]
+    parts = [1 << power for power in range((num_ranks - 1).bit_length() + 1)]
+    divisions: list[tuple[list[list[int]], Prefixes | None]]
+    if groups is not None:
+        divisions = [(_units(lengths, capacity, groups, prefixes), prefixes)]
+    else:
+        divisions = [([[row] for row in range(len(lengths))], None)]
+        if prefixes is not None:
+            divisions += [(prefixes.units(capacity, part), prefixes) for part in parts]
+    plans = []
+    for units, sharing in divisions:
+        totals = [sum(lengths[row] for row in rows) for rows in units]
+        tokens = totals if sharing is None else [sharing.num_unique(rows) for rows in units]
+        whole = [sum(own_costs[row] for row in rows) for rows in units]
+        weights = [cost * own / max(total, 1) for cost, own, total in zip(whole, tokens, totals, strict=True)]
+        plans.append((*_plan_units(units, tokens, weights, num_ranks, capacity, method), sharing is not None))
+    best, _, has_sharing = min(plans, key=lambda plan: plan[1])
+    return best, has_sharing
+
+
+def _plan_units(
+    units: list[list[int]],
+    tokens: Sequence[int],
+    weights: Sequence[float],
+    num_ranks: int,
+    capacity: int,
+    method: PackingMethod,
+) -> tuple[Plan, float]:
+    """Return the plan of units of rows, and its duration.
+
+    Args:
+        units: rows that stay together.
+        tokens: tokens that each unit computes.
+        weights: cost of each unit.
+        num_ranks: data-parallel ranks.
+        capacity: most tokens in one microbatch.
+        method: the packing method.
+    """
 
     def weight(pack: Iterable[int]) -> float:
         return sum(weights[unit] for unit in pack)
@@ -135,11 +201,12 @@ def plan_microbatches(
     num_microbatches = max(len(share) for share in best)
     if method == "karmarkar_karp" and num_microbatches:
         best = large_to_small(_even(shares, weights, tokens, num_microbatches, capacity) or best)
-    return [
+    plan = [
         [sorted(row for unit in pack for row in units[unit]) for pack in share]
         + [[] for _ in range(num_microbatches - len(share))]
         for share in best
     ]
+    return plan, duration(best)[1]
 
 
 def _even(
@@ -156,19 +223,19 @@ def _even(
     return None
 
 
-def _units(lengths: Sequence[int], capacity: int, groups: Sequence[Hashable] | None) -> list[list[int]]:
-    """Return the rows that must stay together: single rows, or the rows of one group.
+def _units(
+    lengths: Sequence[int], capacity: int, groups: Sequence[Hashable], prefixes: Prefixes | None
+) -> list[list[int]]:
+    """Return the rows of each group, which must stay together.
 
     Raises:
         DataError: a group exceeds the capacity.
     """
-    if groups is None:
-        return [[row] for row in range(len(lengths))]
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(groups):
         members.setdefault(key, []).append(row)
     for key, rows in members.items():
-        total = sum(lengths[row] for row in rows)
+        total = sum(lengths[row] for row in rows) if prefixes is None else prefixes.num_unique(rows)
         if total > capacity:
             raise DataError(
                 f"group {key!r} (rows {', '.join(map(str, rows))}) has {total} tokens and must stay in one "

@@ -1,7 +1,8 @@
 """MFU (model FLOPs utilisation) and peak memory of the trained engine, in the metrics of each step.
 
 Model FLOPs are the operations that the model's mathematics needs. Recomputation by gradient checkpointing does not
-count (that would be HFU). The output matrix counts for every token, even if a loss reads few log-probabilities.
+count (that would be HFU). The output matrix counts for every token, even if a loss reads few log-probabilities. Of
+tokens that sequences share and that are computed once (`shared_tokens`), one is counted, by its share of all tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class UsageReport(Observer):
         is_trained = run.batch is not None and run.step > self._freeze_steps
         lengths = sequence_lengths(run.batch) if is_trained else []
         metrics |= usage_metrics(usage, self._engine.module, lengths, metrics.get("seconds_update", 0.0))
+        if "mfu" in metrics:
+            metrics["mfu"] *= 1 - metrics.get("shared_tokens", 0.0)
 
 
 PEAK_TFLOPS = {

@@ -15,7 +15,7 @@ from rlite.types import Aggregation, BalanceBy, ExpertsImplementation, KLEstimat
 
 OptimizerName = Literal["adamw", "muon"]
 BUILD_OPTIONS = (
-    *("tp_size", "sp_size", "ep_size", "balance_by", "packing_method", "max_grad_norm"),
+    *("tp_size", "sp_size", "ep_size", "balance_by", "packing_method", "share_prefixes", "max_grad_norm"),
     *("gradient_checkpointing", "use_liger_kernel", "offload_optimizer", "drop_untrained"),
     *("experts_implementation", "router_aux_loss_coef", "router_bias_update_rate"),
 )
@@ -94,6 +94,9 @@ class ModelOptions(LayoutOptions):
     packing_method: PackingMethod = "first_fit_decreasing"
     """method that packs a device's rows into microbatches: the fewest, each as full as possible, or as many of even
     size, which lowers the peak of memory"""
+    share_prefixes: bool = True
+    """compute tokens with which sequences of a microbatch begin alike (a group's prompt, earlier turns) once; gradients
+    are those of whole sequences, up to rounding"""
     use_liger_kernel: bool = False
     """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
     gradient_checkpointing: bool = True
