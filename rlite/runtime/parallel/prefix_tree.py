@@ -134,7 +134,7 @@ def _common(columns: Mapping[str, np.ndarray], first: int, second: int, lengths:
 
 def _agreeing(one: np.ndarray, other: np.ndarray, count: int) -> int:
     """Return the number of first entries, of at most `count`, that are equal."""
-    differs = (one[:count] != other[:count]).reshape(count, -1).any(-1)
+    differs = (one[:count] != other[:count]).any(axis=tuple(range(1, one.ndim)))
     return int(differs.argmax()) if differs.any() else count
 
 
