@@ -442,7 +442,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             Log-probabilities and entropies.
         """
         head, share = self.get_output_embeddings(), self._share(data)  # type: ignore[operator]
-        labels, kept = next_token(data["input_ids"], data["cu_seqlens"]), KeptIds.of_pack(data)
+        labels = next_token(data["input_ids"], data["cu_seqlens"])
+        kept = KeptIds.of_pack(data) if "kept_ids" in data else None
         if self._changes_logits or not isinstance(head, nn.Linear):
             return self._logprobs_of_logits(data, share, labels, temperature, kept)
         own_kept = kept if kept is None or share.is_whole else kept.select(share.own_positions())

@@ -85,7 +85,7 @@ class Replay:
         self._given: Tensor | None = None
         """choices to replay, [t, layers, K]; -1 is none, and the model chooses itself; None replays nothing"""
         self._counted: Tensor | None = None
-        """how often each token counts, [t]; None counts nothing"""
+        """number of times that each token counts, [t]; None counts nothing"""
         self._has_replayed = False
         self._seen: list[Tensor] = []
         """for each layer, the number of choices that differ from the replayed ones, and of all that were replayed"""

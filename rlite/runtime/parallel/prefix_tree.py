@@ -162,7 +162,7 @@ class PrefixTree:
             path = paths[row] = torch.cat([path[:count], torch.arange(*borders[-2:])])
             tokens.append(torch.arange(int(starts[row]) + count, int(starts[row + 1])))
         self.borders = borders
-        """where the nodes of each row begin and end, in the order of their tokens"""
+        """places where the nodes of each row begin and end, in the order of the tokens"""
         self.paths = list(paths.values())
         """nodes of all tokens of each row, in the same order"""
         index = torch.cat([paths[row] for row in range(len(lengths))])

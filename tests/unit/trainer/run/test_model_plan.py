@@ -9,6 +9,7 @@ import pytest
 
 from rlite.assembly.plans import data_plan, model_plan, reward_plan
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.config import load
 from rlite.engine.train import RliteTrainEngine
 from rlite.rollout import RewardFunction, SingleTurnWorkflow, from_trl
@@ -27,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def plan(model: str, *options: str) -> dict[str, str]:
     actor = load(SftConfig, [f"actor.model_name={model}", "data.path=-", *options]).actor
     engine: RliteTrainEngine = trained_engine(policy_module, actor, total_steps=20)
+    engine.options = Fsdp2Options()  # what build would keep
     return model_plan("m", engine, actor.max_grad_norm)
 
 
@@ -40,7 +42,7 @@ def test_the_optimizer_is_described_with_its_rate(model: str) -> None:
 
 def test_the_share_of_trained_parameters_and_frozen_groups_are_shown(model: str) -> None:
     assert plan(model)["model"].endswith("M parameters, all trained")
-    assert plan(model).keys() == {"model", "optimizer"}
+    assert plan(model).keys() == {"model", "optimizer", "shared prefixes"}
     groups = {"emb": {"pattern": "embed", "freeze": True}, "n": {"pattern": "norm", "lr_factor": 2, "weight_decay": 0}}
     frozen = plan(model, f"actor.parameter_groups={json.dumps(groups)}")
     assert frozen["parameter groups"] == "emb (embed): frozen; n (norm): lr x 2, weight decay 0"
