@@ -252,7 +252,7 @@ def causal_attention(
     mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain, scale=scaling, enable_gqa=is_grouped)
-    return out[..., :width]
+    return out if out.shape[-1] == width else out[..., :width]
 
 
 def of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
