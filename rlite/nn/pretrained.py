@@ -108,10 +108,15 @@ def causal_config(config: Any) -> Any:
     text.dtype = text.dtype or config.dtype
     text._name_or_path = config._name_or_path
     folder = Path(config._name_or_path)
-    if config.tie_word_embeddings and not text.tie_word_embeddings and next(folder.glob("*.safetensors"), None):
+    if is_tied(config) and not is_tied(text) and next(folder.glob("*.safetensors"), None):
         # transformers' model ties by the outer config, unless the head is stored
         text.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in CheckpointReader(folder).names())
     return text
+
+
+def is_tied(config: Any) -> bool:
+    """Return whether a config ties the head to the input embedding. Some configs do not say, and tie nothing."""
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def is_container(config: Any, model: Any) -> bool:

@@ -330,7 +330,7 @@ def _is_tied(module: nn.Module, layer: nn.Module) -> bool:
     """Return True if the weight of `layer` is, or will be after tying, that of the input embedding."""
     if not isinstance(module, PreTrainedModel) or layer is not module.get_output_embeddings():
         return False
-    return bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
+    return pretrained.is_tied(module.config.get_text_config())
 
 
 PATTERN_S = 5
