@@ -26,7 +26,15 @@ from rlite.backends.models.experts import corrects
 from rlite.backends.models.expressions import Expression, Shape, whole
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.pretrained import is_tied, is_container, load_config, meta_parameters, quantisation, real_tensors, summary
+from rlite.nn.pretrained import (
+    is_container,
+    is_tied,
+    load_config,
+    meta_parameters,
+    quantisation,
+    real_tensors,
+    summary,
+)
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard
 from rlite.wording import counted, warn_once
 

@@ -706,8 +706,8 @@ class _TokenHooks:
 
 def _cut(x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     angles, positions = kwargs.get("position_embeddings"), kwargs.get("position_ids")
-    if angles is not None:
-        return _first(x, angles[0].shape[1])
+    if angles is not None:  # cosines and sines, or complex numbers
+        return _first(x, (angles if isinstance(angles, Tensor) else angles[0]).shape[1])
     return x if positions is None else _first(x, positions.shape[-1])
 
 
