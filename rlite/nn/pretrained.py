@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -117,6 +118,16 @@ def causal_config(config: Any) -> Any:
 def is_tied(config: Any) -> bool:
     """Return whether a config ties the head to the input embedding. Some configs do not say, and tie nothing."""
     return bool(getattr(config, "tie_word_embeddings", False))
+
+
+POSITIONS = ("max_position_embeddings", "max_target_positions")
+"""names in configs of the most tokens that a model has positions for; a recurrent model has none"""
+
+
+def max_positions(config: Any) -> int:
+    """Return the most tokens that a model has positions for."""
+    text = config.get_text_config()
+    return next((value for name in POSITIONS if (value := getattr(text, name, None))), sys.maxsize)
 
 
 def is_container(config: Any, model: Any) -> bool:

@@ -6,6 +6,7 @@ The module also holds the options of the embedded executor.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ from rlite.backends.models.mixers import State
 from rlite.config import Count
 from rlite.data.routing import RoutingShape
 from rlite.errors import ConfigError
+from rlite.nn.pretrained import POSITIONS
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.replicas.replica import ExecutorOptions
 
@@ -140,10 +142,10 @@ class CacheSizes:
             ConfigError: the option exceeds the model's own limit.
         """
         config = self.config.get_text_config()
-        limits = {"max_position_embeddings": config.max_position_embeddings}
+        limits = {name: value for name in POSITIONS if (value := getattr(config, name, None))}
         if (longest := rope_limit(config)) is not None:
             limits["length up to which rotary angles are the same for all sequences"] = longest
-        name, limit = min(limits.items(), key=lambda item: item[1])
+        name, limit = min(limits.items(), key=lambda item: item[1], default=("limit", sys.maxsize))
         length = self.options.max_model_len or min(limit, CONTEXT_LIMIT)
         if length > limit:
             raise ConfigError(f"max_model_len={length} is beyond the model's {name}={limit}")

@@ -70,7 +70,8 @@ def attention_layers(cls: type[PreTrainedModel], config: PreTrainedConfig) -> At
     """
     key = (cls, config.to_json_string(use_diff=False))
     if key not in _FOUND:
-        _FOUND[key] = _noted(cls, config) or equal_layers(config)
+        noted = _noted(cls, config)
+        _FOUND[key] = equal_layers(config) if noted is None else noted
     return _FOUND[key]
 
 

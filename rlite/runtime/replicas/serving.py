@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
+from rlite.nn.pretrained import max_positions
 from rlite.observability import trace
 from rlite.runtime.event_loop import result_of
 from rlite.runtime.replicas.engine import Engine, Weights
@@ -171,7 +172,7 @@ class ServingEngine(Engine):
             RliteError: the engine is not built.
         """
         self.group.check()
-        return self.options.max_model_len or self._config.max_position_embeddings
+        return self.options.max_model_len or max_positions(self._config)
 
     @property
     def seed(self) -> int:
