@@ -30,6 +30,7 @@ from rlite.backends.models.mixers import check_not_split, find_mixers
 from rlite.backends.models.stored import transformers_class
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
+from rlite.nn.pretrained import max_positions
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
 from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel
 from rlite.services.console.terminal import ConsoleReporter

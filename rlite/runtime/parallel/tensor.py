@@ -99,7 +99,8 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     try:
         heads = text.num_attention_heads
     except AttributeError as error:
-        raise ConfigError(f"the config of {config.model_type!r} states no num_attention_heads") from error
+        told = f"the config of {config.model_type!r} states no num_attention_heads, by which a model is split"
+        raise ConfigError(f"{told}; use one device for each copy") from error
     return text.num_hidden_layers, heads, key_heads or heads, head_dim or text.hidden_size // heads
 
 
