@@ -98,7 +98,7 @@ class LoraTrainModule(BaseTrainModule):
         return [name for name in linear if name != _SCORE]
 
     def _endings(self, layers: set[str]) -> set[str]:
-        """Return the shortest ending of each layer's name that fits no other module, or one without adapters by PEFT."""
+        """Return the shortest ending of each layer's name that fits no module without an adapter."""
         names = {plain_name(name) for name, _ in self.named_modules() if ".lora_" not in name}
         others = {ending for name in names - layers - layers_read_raw(self).keys() for ending in _endings_of(name)}
         return {next((ending for ending in _endings_of(name) if ending not in others), name) for name in layers}

@@ -102,7 +102,9 @@ def score_kind(scores: Tensor, chosen: Tensor, weights: Tensor) -> tuple[str, fl
     errors: dict[str, float] = {}
     for kind in KINDS if bool((scores >= 0).all()) else KINDS[:2]:
         found = _probabilities(scores.double(), kind).gather(-1, chosen)
-        error = (found / found.sum(-1, keepdim=True) - expected).abs().masked_fill((weights == 0).any(-1, keepdim=True), 0)
+        error = (
+            (found / found.sum(-1, keepdim=True) - expected).abs().masked_fill((weights == 0).any(-1, keepdim=True), 0)
+        )
         errors[kind] = float(error.amax().nan_to_num(torch.inf))
     best = min(errors, key=errors.__getitem__)
     return best, errors[best]

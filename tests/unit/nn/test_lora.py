@@ -83,7 +83,9 @@ def test_exported_adapters_open_with_peft_whatever_a_model_calls_its_layers(kind
         tensors = {name: torch.randn(module.get_parameter(name).shape) for name in trained(module)}
         module.save_adapter(tmp_path, tensors)
         opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
-    found = {name: p for name, p in opened.base_model.model.named_parameters(remove_duplicate=False) if ".lora_" in name}
+    found = {
+        name: p for name, p in opened.base_model.model.named_parameters(remove_duplicate=False) if ".lora_" in name
+    }
     module_names = [name for name, _ in module.named_parameters(remove_duplicate=False) if ".lora_" in name]
     assert sorted(found) == sorted(module_names)
     held = {id(module.get_parameter(name)): tensor for name, tensor in tensors.items()}
