@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -109,25 +108,10 @@ def causal_config(config: Any) -> Any:
     text.dtype = text.dtype or config.dtype
     text._name_or_path = config._name_or_path
     folder = Path(config._name_or_path)
-    if is_tied(config) and not is_tied(text) and next(folder.glob("*.safetensors"), None):
+    if config.tie_word_embeddings and not text.tie_word_embeddings and next(folder.glob("*.safetensors"), None):
         # transformers' model ties by the outer config, unless the head is stored
         text.tie_word_embeddings = not any(name.endswith("lm_head.weight") for name in CheckpointReader(folder).names())
     return text
-
-
-def is_tied(config: Any) -> bool:
-    """Return whether a config ties the head to the input embedding. Some configs do not say, and tie nothing."""
-    return bool(getattr(config, "tie_word_embeddings", False))
-
-
-POSITIONS = ("max_position_embeddings", "max_target_positions")
-"""names in configs of the most tokens that a model has positions for; a recurrent model has none"""
-
-
-def max_positions(config: Any) -> int:
-    """Return the most tokens that a model has positions for."""
-    text = config.get_text_config()
-    return next((value for name in POSITIONS if (value := getattr(text, name, None))), sys.maxsize)
 
 
 def is_container(config: Any, model: Any) -> bool:
@@ -175,6 +159,8 @@ def load_config(path: str | Path, cls: Any = transformers.AutoConfig, **changes:
         for kind in (part.get("rope_type", "default") for part in rope_parts(config.get_text_config())):
             expect(kind in ROPE_KINDS, f"its rope_type is {kind!r}; expected one of {', '.join(ROPE_KINDS)}")
         config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
+        for part in (config, config.get_text_config()):  # some classes have no such field, and tie nothing
+            part.tie_word_embeddings = getattr(part, "tie_word_embeddings", False)
     if own := vars(config).get("auto_map"):
         _warn_once(
             "%s names code of its own (auto_map: %s), which rlite never runs. The model is computed as transformers' "

@@ -6,7 +6,6 @@ The module also holds the options of the embedded executor.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,8 +27,8 @@ from rlite.backends.models.mixers import State
 from rlite.config import Count
 from rlite.data.routing import RoutingShape
 from rlite.errors import ConfigError
-from rlite.nn.pretrained import POSITIONS
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
+from rlite.runtime.parallel.tensor import max_positions
 from rlite.runtime.replicas.replica import ExecutorOptions
 
 
@@ -142,10 +141,10 @@ class CacheSizes:
             ConfigError: the option exceeds the model's own limit.
         """
         config = self.config.get_text_config()
-        limits = {name: value for name in POSITIONS if (value := getattr(config, name, None))}
+        limits = dict([max_positions(config)])
         if (longest := rope_limit(config)) is not None:
             limits["length up to which rotary angles are the same for all sequences"] = longest
-        name, limit = min(limits.items(), key=lambda item: item[1], default=("limit", sys.maxsize))
+        name, limit = min(limits.items(), key=lambda item: item[1])
         length = self.options.max_model_len or min(limit, CONTEXT_LIMIT)
         if length > limit:
             raise ConfigError(f"max_model_len={length} is beyond the model's {name}={limit}")

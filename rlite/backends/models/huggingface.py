@@ -54,7 +54,6 @@ from rlite.nn.pretrained import (
     check_plain,
     end_ids,
     forget_quantisation,
-    is_tied,
     load_config,
     load_tokenizer,
     meta_parameters,
@@ -158,7 +157,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             config = load_config(path, cls.config_class, **cls._config_options)  # type: ignore[attr-defined]
             check_plain(whole := load_config(path), path)
             if type(found := causal_config(whole)) is type(config):  # perhaps inside another model
-                config.dtype, config.tie_word_embeddings = found.dtype, is_tied(found)
+                config.dtype, config.tie_word_embeddings = found.dtype, found.tie_word_embeddings
             forget_quantisation(config)
             rates = {} if cls._keeps_dropout else disable_dropout(config)
             module = cls(config)

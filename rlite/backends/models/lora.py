@@ -277,8 +277,7 @@ class LoraTrainModule(BaseTrainModule):
             raise ConfigError(f"{type(self).__name__} has no adapter to save: call add_lora")
         own = {id(self.get_parameter(name)): tensor for name, tensor in trained.items()}
         # an adapter of tied layers has several names
-        held = self.named_parameters(remove_duplicate=False)
-        places = {name: own[id(parameter)] for name, parameter in held if id(parameter) in own}
+        places = {name: own[id(p)] for name, p in self.named_parameters(remove_duplicate=False) if id(p) in own}
         adapted = [name.removesuffix(_DOWN) for name in places if name.endswith(_DOWN)]
         layers = {name for name in adapted if not wraps_parameter(self.get_submodule(name))}
         base = getattr(getattr(self, "config", None), "_name_or_path", None)
@@ -352,7 +351,7 @@ def _is_tied(module: nn.Module, layer: nn.Module) -> bool:
     """Return True if the weight of `layer` is, or will be after tying, that of the input embedding."""
     if not isinstance(module, PreTrainedModel) or layer is not module.get_output_embeddings():
         return False
-    return pretrained.is_tied(module.config.get_text_config())
+    return bool(getattr(module.config.get_text_config(), "tie_word_embeddings", False))
 
 
 PATTERN_S = 5

@@ -26,15 +26,7 @@ from rlite.backends.models.experts import corrects
 from rlite.backends.models.expressions import Expression, Shape, whole
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError
 from rlite.nn.base import BaseTrainModule
-from rlite.nn.pretrained import (
-    is_container,
-    is_tied,
-    load_config,
-    meta_parameters,
-    quantisation,
-    real_tensors,
-    summary,
-)
+from rlite.nn.pretrained import is_container, load_config, meta_parameters, quantisation, real_tensors, summary
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard
 from rlite.wording import counted, warn_once
 
@@ -350,7 +342,7 @@ class StoredForm:
         if self.container is None:
             return config, architecture
         outer = copy.deepcopy(self.container)
-        outer.text_config, outer.tie_word_embeddings = config, is_tied(config)
+        outer.text_config, outer.tie_word_embeddings = config, config.tie_word_embeddings
         return outer, (outer.architectures or [container_class(outer).__name__])[0]
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,9 +100,14 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     try:
         heads = text.num_attention_heads
     except AttributeError as error:
-        told = f"the config of {config.model_type!r} states no num_attention_heads, by which a model is split"
-        raise ConfigError(f"{told}; use one device for each copy") from error
+        raise ConfigError(f"{config.model_type!r} has no num_attention_heads; use one device for each copy") from error
     return text.num_hidden_layers, heads, key_heads or heads, head_dim or text.hidden_size // heads
+
+
+def max_positions(config: PreTrainedConfig) -> tuple[str, int]:
+    """Return the field of a config that limits the tokens of a sequence, and the limit. A recurrent model has none."""
+    text, fields = config.get_text_config(), ("max_position_embeddings", "max_target_positions")
+    return next(((name, value) for name in fields if (value := getattr(text, name, None))), ("limit", sys.maxsize))
 
 
 def check_heads(config: PreTrainedConfig, world_size: int) -> None:

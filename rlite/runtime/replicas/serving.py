@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
-from rlite.nn.pretrained import max_positions
 from rlite.observability import trace
 from rlite.runtime.event_loop import result_of
+from rlite.runtime.parallel.tensor import max_positions
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, Replica, check_lengths
 from rlite.runtime.replicas.replica_set import ReplicaReplaced, ReplicaSet, ScalingPolicy
@@ -172,7 +172,7 @@ class ServingEngine(Engine):
             RliteError: the engine is not built.
         """
         self.group.check()
-        return self.options.max_model_len or max_positions(self._config)
+        return self.options.max_model_len or max_positions(self._config)[1]
 
     @property
     def seed(self) -> int:
