@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_hidden_layers": 6},  # a scaled embedding, two widths of heads, an input for each layer
     "phi3": {"num_hidden_layers": 2},  # queries, keys and values of one matrix, whose outputs are gathered
     "deepseek_v3": {"num_hidden_layers": 2, "first_k_dense_replace": 2},  # latent attention, which is whole
+    "deepseek_v2": {"num_hidden_layers": 2, "first_k_dense_replace": 2},  # the same, with complex rotary angles
 }
 MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_hidden_layers": 6},

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, conversion_mapping
 from transformers import core_model_loading as rules
 
@@ -289,6 +289,19 @@ class Rules:
             if reverse.rename_source_key(name)[1] is not None:
                 return describe(converter)
         return ""
+
+
+def name_before(model: nn.Module, name: str) -> str:
+    """Return the stored name that transformers' renamings turn into `name`: mostly the name itself.
+
+    PEFT applies the renamings of checkpoints to the names of adapters. Some renamings change a model's own names, too.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return name
+    found = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in found if isinstance(rule, rules.WeightRenaming)]
+    candidates = (name, *(rule.reverse_transform().rename_source_key(name)[0] for rule in renamings))
+    return next((each for each in candidates if rules.rename_source_key(each, renamings, [])[0] == name), name)
 
 
 def describe(converter: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, reduce
@@ -197,10 +198,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def fsdp_units(self) -> list[nn.Module]:
         """Return the blocks that transformers does not allow to split, by default the entries of module lists."""
         blocks = [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
-        head = self.get_output_embeddings()  # type: ignore[operator]
-        tied = head.weight if isinstance(head, nn.Linear) else None
-        # a weight tied to the output embedding stays outside: sharding one of its two modules alone unties it
-        units = [block for block in blocks if not any(parameter is tied for parameter in block.parameters())]
+        # a weight that modules share stays outside: sharding one of them alone unties it
+        counts = Counter(id(p) for module in self.modules() for p in module._parameters.values() if p is not None)
+        units = [block for block in blocks if not any(counts[id(parameter)] > 1 for parameter in block.parameters())]
         return units or super().fsdp_units()
 
     def recompute_activations(self) -> None:
