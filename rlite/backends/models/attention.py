@@ -75,6 +75,16 @@ class Softmax(NamedTuple):
 PLAIN = Softmax()
 
 
+class Weighting(NamedTuple):
+    """How an attention layer weights the values."""
+
+    scale: float
+    """factor of the scores before the softmax"""
+    window: int | None = None
+    """positions that each query sees, its own position included; None is all positions up to its own"""
+    softmax: Softmax = PLAIN
+
+
 class Bounds(NamedTuple):
     """Boundaries of the queries and keys of each sequence, for one call over many sequences."""
 
@@ -227,8 +237,8 @@ def causal_attention(
     v: Tensor,
     scaling: float | None,
     window: int | None,
-    dropout: float = 0.0,
     softmax: Softmax = PLAIN,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention of one sequence, [1, H, queries, width of values]; the last query belongs to the last key.
 
@@ -238,13 +248,13 @@ def causal_attention(
         v: [1, K, keys, width of values].
         scaling: factor of the scores; default: 1 / sqrt(D).
         window: keys that a query sees; None is all.
-        dropout: share of attention weights that is set to 0.
         softmax: the softmax of the scores.
+        dropout: share of attention weights that is set to 0.
     """
     if scaling is None:
         scaling = q.shape[-1] ** -0.5
     if not softmax.is_plain:
-        return _attention_by_scores(q, k, v, scaling, window, dropout, softmax)
+        return _attention_by_scores(q, k, v, scaling, window, softmax, dropout)
     width = v.shape[-1]
     q, k, v = of_one_width(q, k, v)
     num_queries, num_keys = q.shape[2], k.shape[2]
@@ -271,7 +281,7 @@ def of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Te
 
 
 def _attention_by_scores(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, dropout: float, softmax: Softmax
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softmax: Softmax, dropout: float
 ) -> Tensor:
     """Return `causal_attention` from scores that are held in memory, QUERIES rows at a time."""
     outputs, stop = [], k.shape[2] - q.shape[2]
