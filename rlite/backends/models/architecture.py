@@ -306,11 +306,6 @@ def check_gpu_kernels(cls: type[PreTrainedModel], config: PreTrainedConfig) -> N
     raise ConfigError(f"{told}. On GPUs in 16 bits, rlite's attention {limit}. {REMEDY}")
 
 
-def attention_widths(cls: type[PreTrainedModel], config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Return the widths of queries and values that the attention of a model is given, each pair once."""
-    return list(dict.fromkeys((layer.key_width, layer.value_width) for layer in attention_layers(cls, config).values()))
-
-
 @once_per_config
 @real_tensors()
 @torch.inference_mode(False)
@@ -361,36 +356,38 @@ def _expected(model: PreTrainedModel, has_mixers: bool, has_experts: bool) -> tu
 
 def _wrong_gradients(model: PreTrainedModel, is_training: bool) -> str | None:
     """Return a text about a parameter whose gradient differs in a pack; in training mode, modules drop nothing out."""
-    model.train(is_training)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    expected, found = (_gradients(model, outputs) for outputs in (alone, packed))
-    model.eval()
+    expected, found = (_gradients(model, outputs, is_training) for outputs in (alone, packed))
     largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
     smallest = GRADIENT_TOLERANCE * max(largest.values())  # some gradients are zero but for rounding
-    for name, gradient in expected.items():
-        scale = max(largest[name], smallest)
-        if not (found.get(name, 0.0) - gradient).abs().max() / scale <= GRADIENT_TOLERANCE:
-            break
-    else:
+
+    def differs(name: str) -> bool:
+        error = (found.get(name, 0.0) - expected[name]).abs().max() / max(largest[name], smallest)
+        return not error <= GRADIENT_TOLERANCE  # NaN differs, too
+
+    wrong = next(filter(differs, expected), None)
+    if wrong is None:
         return None
-    model.train(is_training)
-    again = _gradients(model, alone)
-    model.eval()
-    if any((again[other] - gradient).abs().max() > largest[other] / 2**20 for other, gradient in expected.items()):
+    again = _gradients(model, alone, is_training)
+    if any((again[name] - gradient).abs().max() > largest[name] / 2**20 for name, gradient in expected.items()):
         return "draws random numbers in training, such as a router that samples experts or the jitter of its config"
-    return f"computes another gradient of {name} in a pack"
+    return f"computes another gradient of {wrong} in a pack"
 
 
 @torch.enable_grad()
-def _gradients(model: PreTrainedModel, outputs: Callable[[PreTrainedModel], Tensor]) -> dict[str, Tensor]:
+def _gradients(
+    model: PreTrainedModel, outputs: Callable[[PreTrainedModel], Tensor], is_training: bool
+) -> dict[str, Tensor]:
     """Return the gradients of a sum of the outputs, each output with a weight of its own."""
+    model.train(is_training)
     found = outputs(model)
     weights = torch.arange(found.numel(), dtype=found.dtype, device="cpu").sin().view_as(found)
     (found * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
+    model.eval()
     return gradients
 
 
