@@ -11,7 +11,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -211,10 +211,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def _recomputing_alike(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation, with the attention and the experts in use now."""
-        forward, again = recompute_alike(self.config)
-        if self.replay is None:
-            return forward, again
-        return forward, _inside(again, self.replay.replaying_alike())
+        experts = () if self.replay is None else (self.replay.replaying_alike(),)
+        return recompute_alike(self.config, *experts)
 
     def check_deterministic(self, device_type: str) -> None:
         """Check that the model is one of those that are computed independently of the batch.
@@ -268,10 +266,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""
         parallelize(self, mesh, divided_apart(self))
-        if self.routing is not None:
-            self.routing.tensor_group = mesh.get_group()
-        if self.replay is not None:
-            self.replay.tensor_group = mesh.get_group()
+        for observer in (self.routing, self.replay):
+            if observer is not None:
+                observer.tensor_group = mesh.get_group()
 
     def check_experts(self, options: Any, device_type: str) -> None:
         """Check the options of experts; see `rlite.backends.models.experts`.
@@ -432,14 +429,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             self._changes_logits = True
             return super().compute_logprobs(data, temperature, positions)
         return TokenLogprobs(*output.unbind(-1))
-
-
-@contextmanager
-def _inside(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def exported_class(module: nn.Module) -> str:
