@@ -79,11 +79,8 @@ def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: f
     weights, layers = _on_device(model, attention_layers(cls, config), options)
     shape = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers).cache_shape(1)
     state = recurrent_bytes(cls, config, dtype) if find_mixers(model) else 0
-    length, per_sequence, weights = (
-        shape.max_len,
-        shape.slot_elements * dtype.itemsize + state,
-        weights * dtype.itemsize,
-    )
+    length, weights = shape.max_len, weights * dtype.itemsize
+    per_sequence = shape.slot_elements * dtype.itemsize + state
     num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
     if device_memory_gib is not None:
         room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights

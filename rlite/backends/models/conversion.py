@@ -368,10 +368,8 @@ class Conversion:
                     yield stored, expression.read(source, whole(expression.shape))
         if held:
             name = next(iter(held))
-            told = (
-                f"{name} is stored together with {', '.join(groups[name].held.keys() - held.keys())}, which is missing"
-            )
-            raise CheckpointError(told)
+            missing = ", ".join(groups[name].held.keys() - held.keys())
+            raise CheckpointError(f"{name} is stored together with {missing}, which is missing")
 
 
 def make_conversion(found: Rules, names: Iterable[str], shape_of: Callable[[str], Shape]) -> Conversion:

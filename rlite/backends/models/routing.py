@@ -99,12 +99,11 @@ def score_kind(scores: Tensor, chosen: Tensor, weights: Tensor) -> tuple[str, fl
         weights: [t, K].
     """
     expected = weights.double() / weights.double().sum(-1, keepdim=True)
+    skips = (weights == 0).any(-1, keepdim=True)
     errors: dict[str, float] = {}
     for kind in KINDS if bool((scores >= 0).all()) else KINDS[:2]:
         found = _probabilities(scores.double(), kind).gather(-1, chosen)
-        error = (
-            (found / found.sum(-1, keepdim=True) - expected).abs().masked_fill((weights == 0).any(-1, keepdim=True), 0)
-        )
+        error = (found / found.sum(-1, keepdim=True) - expected).abs().masked_fill(skips, 0)
         errors[kind] = float(error.amax().nan_to_num(torch.inf))
     best = min(errors, key=errors.__getitem__)
     return best, errors[best]
