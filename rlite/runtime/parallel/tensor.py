@@ -207,9 +207,11 @@ def _whole_mixers(model: PreTrainedModel, blocks: Collection[str]) -> dict[str, 
     layers = {name for name, module in model.named_modules() if module in own}
     # what mixes tokens knows its layer's number, for the cache, and so do some layers as a whole
     mixers = {name: module for name, module in model.named_modules() if hasattr(module, "layer_idx")}
+    stacks = (name for name, parameter in model.named_parameters() if parameter.dim() == 3)
+    mixtures = tuple(f"{_block(_block(name))}." for name in stacks)  # a router may know its layer's number, too
     found: dict[str, Any] = {}
     for name, module in mixers.items():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = name.startswith(mixtures) or any(name.startswith(f"{outer}.") for outer in found)
         is_split = any(f"{block}.".startswith(f"{name}.") for block in blocks)
         if name not in layers and not is_inside and not is_split:
             found[name] = module

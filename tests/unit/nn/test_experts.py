@@ -24,6 +24,7 @@ from rlite.backends.models.routing import DROPPED_STEPS, score_kind
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.pretrained import causal_lm_class, load_model
+from rlite.runtime.parallel.tensor import split_layers
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.wording import warn_once
@@ -332,3 +333,9 @@ def test_expert_parallelism_needs_a_plan_and_a_size_that_divides(path: Path) -> 
 def test_packs_of_a_mixture_are_computed_as_by_transformers_with_gradients(kind: str) -> None:
     config = config_of(kind)
     assert refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
+
+
+def test_a_router_that_knows_the_number_of_its_layer_mixes_no_tokens() -> None:
+    config = AutoConfig.for_model("hunyuan_v1_moe", num_hidden_layers=1)
+    model = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert split_layers(model).whole.keys() == {"model.layers.0.self_attn"}
