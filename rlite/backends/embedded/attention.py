@@ -69,7 +69,7 @@ class AttentionPlan(Mixing):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            weighting: how the layer weights the values.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output, `[tokens, heads, value width]`.
@@ -146,7 +146,7 @@ class PrefillPlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            weighting: how the layer weights the values.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.
@@ -269,7 +269,7 @@ class ScoringPlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            weighting: how the layer weights the values.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.
@@ -325,7 +325,7 @@ class NativeDecodePlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            weighting: how the layer weights the values.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.
@@ -435,7 +435,7 @@ class DecodePlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            weighting: how the layer weights the values.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.

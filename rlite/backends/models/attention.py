@@ -76,7 +76,7 @@ PLAIN = Softmax()
 
 
 class Weighting(NamedTuple):
-    """How an attention layer weights the values."""
+    """Terms by which an attention layer weights the values."""
 
     scale: float
     """factor of the scores before the softmax"""

@@ -60,7 +60,7 @@ def decode_attention(
         positions: `[rows]`, int64.
         keys: `[slots, kv_heads, max_len / BLOCK, key width, BLOCK]`.
         values: `[slots, kv_heads, max_len, value width]`.
-        weighting: how the layer weights the values.
+        weighting: terms by which the layer weights the values.
 
     Returns:
         The output, `[rows, heads, value width]`.
