@@ -13,6 +13,7 @@ the model is refused, and `NotApplicable` if the column does not concern it.
 from __future__ import annotations
 
 import argparse
+import copy
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +34,7 @@ from benchmarks.released import Maker, compare
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.backends.models.architecture import TOLERANCE, alone, difference, miniature, packed, saved, sequences
-from rlite.backends.models.experts import experts_of
+from rlite.backends.models.experts import experts_of, use_implementation
 from rlite.backends.models.mixers import install_mixers
 from rlite.backends.models.replay import replay_refusal
 from rlite.backends.models.stored import container_class, own_shapes, places, stored_buffers
@@ -198,15 +199,23 @@ def logits_of(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
 
 
 def gradient_error(model: PreTrainedModel) -> float:
-    """Return the largest difference of a pack's gradients, each relative to the largest element of its tensor."""
+    """Return the largest difference of a pack's gradients, each relative to the largest element of its tensor.
+
+    They are compared in float64 if the class computes in it: a sum of many terms is rounded by more than TOLERANCE.
+    """
+    model = copy.deepcopy(model)
+    use_implementation(model, "eager")  # the others do not compute in float64
     install_mixers(model)
-    weights = torch.randn(alone(model).shape, generator=torch.Generator().manual_seed(1))
+    try:
+        shape = alone(model.double()).shape
+    except Exception:  # of any kind: the class's own code
+        shape = alone(model.float()).shape
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     gradients = []
     for compute in (alone, packed):
         model.zero_grad()
         (compute(model) * weights).sum().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    model.zero_grad()
     expected, found = gradients
     if expected.keys() != found.keys():
         return float("inf")
@@ -236,8 +245,11 @@ def replay_error(case: Case) -> float:
 
 
 def served_error(case: Case, **sizes: int) -> float:
-    """Return the difference of generated tokens' log-probabilities from the model's own."""
-    engine, model = RliteInferenceEngine(case.folder), case.model
+    """Return the difference of generated tokens' log-probabilities from the model's own.
+
+    A container replaces tokens that stand for images, so its text model computes what follows the generated ones.
+    """
+    engine, model = RliteInferenceEngine(case.folder), case.text
     engine.build(data_parallel_size=1, max_model_len=32, dtype="float32", **sizes)
     try:
         prompts = [ids.tolist() for ids in sequences()]

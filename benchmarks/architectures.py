@@ -70,7 +70,8 @@ the shape of released checkpoints, which `benchmarks/released.py` lists: windows
 partial rotary embeddings, tied embeddings. A class without such checkpoints there has its default config with at most
 8 layers. An entry holds for all configs of the class. The entries mean:
 
-- **equal**: log-probabilities equal the unmodified model's in float32 in evaluation mode, and gradients are equal.
+- **equal**: log-probabilities equal the unmodified model's in float32 in evaluation mode, and gradients are equal
+  (compared in float64 if the class can compute in it).
 - **refused**: `build` raises ConfigError. The last column gives the reason, after the config's name.
 - **not built**: no small model could be built from a config, so there was nothing to compare. `build` refuses
   such a model too, unless the comparison works with the checkpoint's own config.

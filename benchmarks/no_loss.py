@@ -2,7 +2,8 @@
 
     python -m benchmarks.no_loss REVISION [--pairs 40] [--only sft sync]
 
-Both trees stay ready in processes of their own, and do one unit of work in turns. A unit is the same work in both:
+Both trees are checked out under paths of one length, because the length of an environment moves the stack. They stay
+ready in processes of their own, and do one unit of work in turns. A unit is the same work in both:
 completions have a fixed length. Its cost is the CPU time of its process and of the processes below it, which other work
 on the machine disturbs less than wall time; a sync's cost is the seconds that it reports. Both processes are new after
 every 4 pairs, because the place that a process finds in memory makes all of its units faster or slower by some percent.
@@ -51,6 +52,8 @@ PAIRS_OF_A_PROCESS = 4
 NUM_TOKENS = 32
 NUM_EPISODES = 1_000
 NUM_ROWS = 16
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+"""memory that glibc has freed stays in the process: else some processes of one tree fault in six times more pages"""
 Unit = Callable[[], float | None]
 """does one unit of work; returns its cost if it measures the cost itself"""
 
@@ -212,7 +215,7 @@ def serve(section: str, model: Path) -> None:
 def serving(tree: Path, section: str, model: Path) -> Iterator[Callable[[], float]]:
     """Yield a function that does a unit of work in a process of this tree and returns its cost."""
     command = [sys.executable, str(Path(__file__)), "--serve", section, str(model)]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **KEPT_MEMORY, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, cwd=tree, text=True, **pipes) as process:
 
@@ -238,23 +241,35 @@ def students_t(degrees: int) -> float:
     return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
-def compare(section: str, other: Path, model: Path, pairs: int) -> bool:
+def compare(section: str, own: Path, other: Path, model: Path, pairs: int) -> bool:
     """Measure one section in both trees in turns, print its line, and return whether nothing is lost."""
-    found: dict[Path, list[float]] = {ROOT: [], other: []}
+    found: dict[Path, list[float]] = {own: [], other: []}
     starts = range(0, pairs, PAIRS_OF_A_PROCESS)
     for start in starts:
         with ExitStack() as stack:
-            units = {tree: stack.enter_context(serving(tree, section, model)) for tree in found}
+            # the process that starts first finds other memory than the second
+            order = (own, other) if start // PAIRS_OF_A_PROCESS % 2 else (other, own)
+            units = {tree: stack.enter_context(serving(tree, section, model)) for tree in order}
             for number in range(start, min(start + PAIRS_OF_A_PROCESS, pairs)):
-                for tree in (ROOT, other) if number % 2 else (other, ROOT):  # else one always finds a warmer machine
+                for tree in (own, other) if number % 2 else (other, own):  # else one always finds a warmer machine
                     found[tree].append(units[tree]())
-    logs = [math.log(mine / theirs) for mine, theirs in zip(found[ROOT], found[other], strict=True)]
+    logs = [math.log(mine / theirs) for mine, theirs in zip(found[own], found[other], strict=True)]
     means = [statistics.mean(logs[start : start + PAIRS_OF_A_PROCESS]) for start in starts]
     margin = students_t(len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
     low, middle, high = (math.exp(statistics.mean(means) + sign * margin) for sign in (-1, 0, 1))
-    mine, theirs = statistics.median(found[ROOT]), statistics.median(found[other])
+    mine, theirs = statistics.median(found[own]), statistics.median(found[other])
     print(f"{section:<14}{mine:>12.4f}{theirs:>14.4f}{middle:>8.3f}   [{low:.3f}, {high:.3f}]", flush=True)
     return high < LIMIT
+
+
+def git(*arguments: str, check: bool = True) -> str:
+    """Run git in this tree, and return what it prints."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=check, capture_output=True, text=True).stdout.strip()
+
+
+def check_out(tree: Path, revision: str) -> None:
+    """Make a worktree of a revision."""
+    git("worktree", "add", "--quiet", "--detach", str(tree), revision)
 
 
 def main() -> None:
@@ -268,15 +283,17 @@ def main() -> None:
         serve(args.serve[0], Path(args.serve[1]))
         return
     with tempfile.TemporaryDirectory() as scratch:
-        other, model = Path(scratch) / "tree", Path(scratch) / "model"
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", other, args.revision], cwd=ROOT, check=True)
+        own, other, model = (Path(scratch) / name for name in ("tree", "then", "model"))
         try:
+            check_out(own, git("stash", "create") or "HEAD")
+            check_out(other, args.revision)
             build_model(model)
             weight_sync.build_checkpoint(model.with_name("synced"), 64)
             print(f"{'seconds':<14}{'this tree':>12}{args.revision[:12]:>14}{'ratio':>8}   95 % interval", flush=True)
-            lost = [section for section in args.only if not compare(section, other, model, args.pairs)]
+            lost = [section for section in args.only if not compare(section, own, other, model, args.pairs)]
         finally:
-            subprocess.run(["git", "worktree", "remove", "--force", other], cwd=ROOT, check=True)
+            for tree in (own, other):
+                git("worktree", "remove", "--force", str(tree), check=False)
     if lost:
         sys.exit(f"the upper end is {LIMIT} or more: {', '.join(lost)}")
 

@@ -159,6 +159,8 @@ def load_config(path: str | Path, cls: Any = transformers.AutoConfig, **changes:
         for kind in (part.get("rope_type", "default") for part in rope_parts(config.get_text_config())):
             expect(kind in ROPE_KINDS, f"its rope_type is {kind!r}; expected one of {', '.join(ROPE_KINDS)}")
         config._attn_implementation = config._experts_implementation = None  # the file may name kernels to download
+        for part in (config, config.get_text_config()):  # some classes have no such field, and tie nothing
+            part.tie_word_embeddings = getattr(part, "tie_word_embeddings", False)
     if own := vars(config).get("auto_map"):
         _warn_once(
             "%s names code of its own (auto_map: %s), which rlite never runs. The model is computed as transformers' "

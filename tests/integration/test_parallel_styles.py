@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 2, "first_k_dense_replace": 2},  # latent attention, which is whole
 }
 MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_hidden_layers": 2, "first_k_dense_replace": 2},  # latent attention with complex rotary angles
     "gemma3_text": {"num_hidden_layers": 6},
     # the mean of all columns of an MLP decides which are zero
     "gemma3n_text": {
@@ -41,9 +42,10 @@ MORE: dict[str, dict[str, Any]] = {
     "olmo2": {"num_hidden_layers": 2},  # a norm over all heads
     "minicpm3": {"num_hidden_layers": 2},  # latent attention, whose plan splits its last projections
     "qwen3_moe": {"num_hidden_layers": 2},  # experts, which are whole
+    "hunyuan_v1_moe": {"num_hidden_layers": 2},  # routers that know the number of their layer
     "mimo_v2_flash": {"num_hidden_layers": 4},
 }
-WITH_EXPERTS = {"qwen3_moe", "mimo_v2_flash"}
+WITH_EXPERTS = {"qwen3_moe", "hunyuan_v1_moe", "mimo_v2_flash"}
 ROUNDED = {"gemma3n_text"}
 """their norms take powers in float32, whose rounding varies with the number of tokens"""
 PROMPTS = [[25, 29, 31, 26, 30, 51, 28] * 2, [47, 33, 22]]

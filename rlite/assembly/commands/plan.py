@@ -31,7 +31,7 @@ from rlite.backends.models.stored import transformers_class
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
-from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel
+from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel, max_positions
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
@@ -73,17 +73,14 @@ def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: f
         raise ConfigError(f"rollout.executor={options.executor}: {did_you_mean(options.executor, known)}")
     config: PreTrainedConfig = model.config
     is_embedded, dtype = options.executor == "torch", getattr(torch, options.dtype)
-    longest = config.get_text_config().max_position_embeddings
+    longest = max_positions(config)[1]
     length = options.max_model_len or (None if is_embedded else longest)
     cls = transformers_class(model) or type(model)
     weights, layers = _on_device(model, attention_layers(cls, config), options)
     shape = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers).cache_shape(1)
     state = recurrent_bytes(cls, config, dtype) if find_mixers(model) else 0
-    length, per_sequence, weights = (
-        shape.max_len,
-        shape.slot_elements * dtype.itemsize + state,
-        weights * dtype.itemsize,
-    )
+    length, weights = shape.max_len, weights * dtype.itemsize
+    per_sequence = shape.slot_elements * dtype.itemsize + state
     num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
     if device_memory_gib is not None:
         room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights

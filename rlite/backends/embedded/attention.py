@@ -22,9 +22,9 @@ from transformers import AttentionInterface
 from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.attention import (
-    PLAIN,
     Bounds,
     Softmax,
+    Weighting,
     attention_of_scores,
     causal_attention,
     causal_mask,
@@ -61,16 +61,7 @@ class AttentionPlan(Mixing):
         self.cache.write(layer, self.targets, key, value)
 
     @abstractmethod
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softmax: Softmax = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Write keys and values to the cache and compute the attention.
 
         Args:
@@ -78,10 +69,7 @@ class AttentionPlan(Mixing):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees, its own position included. None is all positions up to its
-                own.
-            softmax: the softmax of the scores.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output, `[tokens, heads, value width]`.
@@ -108,9 +96,9 @@ def slot_attention(
     """
     batch, heads, tokens = query.shape[:3]
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    window, softmax = asked.get("sliding_window"), Softmax.asked(asked)
+    weighting = Weighting(scaling, asked.get("sliding_window"), Softmax.asked(asked))
     plan: Any = current_mixing()
-    attended = plan.attend(module.layer_idx, query, key, value, scaling, window, softmax)
+    attended = plan.attend(module.layer_idx, query, key, value, weighting)
     return attended.view(batch, tokens, heads, -1), None
 
 
@@ -150,16 +138,7 @@ class PrefillPlan(AttentionPlan):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
                 self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softmax: Softmax = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Compute the attention of the chunks to their slots.
 
         Args:
@@ -167,9 +146,7 @@ class PrefillPlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees; None is all.
-            softmax: the softmax of the scores.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.
@@ -178,17 +155,17 @@ class PrefillPlan(AttentionPlan):
         if self._is_flash:
             if self._past is not None:
                 key, value = self.cache.at(layer, *self._past)
-            return varlen(query, key, value, self._bounds, scale, window, softmax)
+            return varlen(query, key, value, self._bounds, *weighting)
         outputs = []
         for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
             if self._is_invariant:
                 k, v = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
-                out = attend(q[0], k[0], v[0], chunk.start, scale)
+                out = attend(q[0], k[0], v[0], chunk.start, weighting.scale)
             else:
                 if chunk.start > 0 or self._is_fixed:
                     k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
                 compute = _masked_attention if self._is_fixed else causal_attention
-                out = compute(q, k, v, scale, window, softmax=softmax)[0]
+                out = compute(q, k, v, *weighting)[0]
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
@@ -237,12 +214,10 @@ def _join_chunks(chunks: Sequence[Chunk], outputs: Sequence[Any]) -> Any:
     return map_outputs(lambda *parts: torch.cat(parts, dim=1), *padded)
 
 
-def _masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softmax: Softmax = PLAIN
-) -> Tensor:
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softmax: Softmax) -> Tensor:
     """Return `causal_attention`, by one kernel for all chunks."""
     if not softmax.is_plain:
-        return causal_attention(q, k, v, scaling, window, softmax=softmax)
+        return causal_attention(q, k, v, scaling, window, softmax)
     mask, width = causal_mask(q.shape[2], k.shape[2], window, q.device), v.shape[-1]
     q, k, v = of_one_width(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)[..., :width]
@@ -286,16 +261,7 @@ class ScoringPlan(AttentionPlan):
         """states after the last chunk, by the number of the mixer"""
         self.tokens, self.positions = rows_of(chunks, device)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softmax: Softmax = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Compute the attention of the chunks, and keep the keys and values of the last prompt.
 
         Args:
@@ -303,9 +269,7 @@ class ScoringPlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees; None is all.
-            softmax: the softmax of the scores.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.
@@ -315,7 +279,7 @@ class ScoringPlan(AttentionPlan):
             if index == 0 and self._past:
                 k, v = (torch.cat(pair, dim=2) for pair in zip(self._past[layer], (k, v), strict=True))
             self.seen[layer] = k, v
-            outputs.append(causal_attention(q, k, v, scale, window, softmax=softmax)[0].transpose(0, 1))
+            outputs.append(causal_attention(q, k, v, *weighting)[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
@@ -353,16 +317,7 @@ class NativeDecodePlan(AttentionPlan):
         """Advance to this step."""
         self._step, self.places = step, (self._slots, self._positions[step])
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softmax: Softmax = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Compute the attention of the rows to their slots, by one call.
 
         Args:
@@ -370,16 +325,14 @@ class NativeDecodePlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees; None is all.
-            softmax: the softmax of the scores.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         positions = self._positions[self._step]
-        return decode_attention(query, key, value, positions, keys, values, scale, window or 0, softmax)
+        return decode_attention(query, key, value, positions, keys, values, weighting)
 
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute the next token of the first slots.
@@ -474,16 +427,7 @@ class DecodePlan(AttentionPlan):
             self._gather_indices[sizes] = found
         return self._gather_indices[sizes]
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softmax: Softmax = PLAIN,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Compute the attention of the rows to their slots.
 
         Args:
@@ -491,14 +435,13 @@ class DecodePlan(AttentionPlan):
             query: `[tokens, heads, key width]`.
             key: `[tokens, kv_heads, key width]`.
             value: `[tokens, kv_heads, value width]`.
-            scale: factor of the scores before the softmax.
-            window: number of positions that each query sees; None is all.
-            softmax: the softmax of the scores.
+            weighting: terms by which the layer weights the values.
 
         Returns:
             The attention output.
         """
         self.write(layer, key, value)
+        scale, window, softmax = weighting
         if window is not None and window >= self._width:
             window = None
         if window not in self._biases:

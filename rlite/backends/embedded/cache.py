@@ -28,6 +28,7 @@ from rlite.config import Count
 from rlite.data.routing import RoutingShape
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
+from rlite.runtime.parallel.tensor import max_positions
 from rlite.runtime.replicas.replica import ExecutorOptions
 
 
@@ -140,7 +141,7 @@ class CacheSizes:
             ConfigError: the option exceeds the model's own limit.
         """
         config = self.config.get_text_config()
-        limits = {"max_position_embeddings": config.max_position_embeddings}
+        limits = dict([max_positions(config)])
         if (longest := rope_limit(config)) is not None:
             limits["length up to which rotary angles are the same for all sequences"] = longest
         name, limit = min(limits.items(), key=lambda item: item[1])

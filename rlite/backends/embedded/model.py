@@ -23,6 +23,7 @@ from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.routing import RoutingRecorder
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.attention import Weighting
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.experts import corrects, implementation_for, use_implementation
 from rlite.backends.models.layout import AttentionLayers, attention_layers, equal_layers
@@ -181,7 +182,7 @@ class LeanDecoder:
         query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
         value = _heads(attention.v_proj, attention, h)
         query, key, value = (heads[: len(heads) - missing] for heads in (query, key, value))
-        h = plan.attend(attention.layer_idx, query, key, value, attention.scaling, None).flatten(1)
+        h = plan.attend(attention.layer_idx, query, key, value, Weighting(attention.scaling)).flatten(1)
         h = F.pad(h, (0, 0, 0, missing)) if missing else h
         h = self._pointwise.add_norm(module.post_attention_layernorm, x, attention.o_proj.forward(h))
         h = self._pointwise.gate(mlp.act_fn, mlp.gate_proj.forward(h), mlp.up_proj.forward(h))

@@ -308,11 +308,6 @@ def check_gpu_kernels(cls: type[PreTrainedModel], config: PreTrainedConfig) -> N
     raise ConfigError(f"{told}. On GPUs in 16 bits, rlite's attention {limit}. {REMEDY}")
 
 
-def attention_widths(cls: type[PreTrainedModel], config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Return the widths of queries and values that the attention of a model is given, each pair once."""
-    return list(dict.fromkeys((layer.key_width, layer.value_width) for layer in attention_layers(cls, config).values()))
-
-
 @once_per_config
 @real_tensors()
 @torch.inference_mode(False)
@@ -368,29 +363,35 @@ Outputs = Callable[[PreTrainedModel], Tensor]
 
 def _wrong_gradients(model: PreTrainedModel, whole: Outputs, in_pack: Outputs, is_training: bool) -> str | None:
     """Return a text about a parameter whose gradient differs in a pack; in training mode, modules drop nothing out."""
-    model.train(is_training)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    expected, found = (_gradients(model, outputs) for outputs in (whole, in_pack))
-    model.eval()
+    generator = torch.get_rng_state()
+    expected = _gradients(model, whole, is_training)
+    if not torch.equal(generator, torch.get_rng_state()):
+        return "draws random numbers in training, such as a router that samples experts or the jitter of its config"
+    found = _gradients(model, in_pack, is_training)
     largest = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
     smallest = GRADIENT_TOLERANCE * max(largest.values())  # some gradients are zero but for rounding
-    for name, gradient in expected.items():
-        scale = max(largest[name], smallest)
-        if not (found.get(name, 0.0) - gradient).abs().max() / scale <= GRADIENT_TOLERANCE:
-            return f"computes another gradient of {name} in a pack, or draws random numbers in training"
-    return None
+
+    def differs(name: str) -> bool:
+        error = (found.get(name, 0.0) - expected[name]).abs().max() / max(largest[name], smallest)
+        return not error <= GRADIENT_TOLERANCE  # NaN differs, too
+
+    wrong = next(filter(differs, expected), None)
+    return wrong and f"computes another gradient of {wrong} in a pack"
 
 
 @torch.enable_grad()
-def _gradients(model: PreTrainedModel, outputs: Outputs) -> dict[str, Tensor]:
+def _gradients(model: PreTrainedModel, outputs: Outputs, is_training: bool) -> dict[str, Tensor]:
     """Return the gradients of a sum of the outputs, each output with a weight of its own."""
+    model.train(is_training)
     found = outputs(model)
     weights = torch.arange(found.numel(), dtype=found.dtype, device="cpu").sin().view_as(found)
     (found * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
+    model.eval()
     return gradients
 
 

@@ -77,6 +77,16 @@ class Softmax(NamedTuple):
 PLAIN = Softmax()
 
 
+class Weighting(NamedTuple):
+    """Terms by which an attention layer weights the values."""
+
+    scale: float
+    """factor of the scores before the softmax"""
+    window: int | None = None
+    """positions that each query sees, its own position included; None is all positions up to its own"""
+    softmax: Softmax = PLAIN
+
+
 class Bounds(NamedTuple):
     """Boundaries of the queries and keys of each sequence, for one call over many sequences."""
 
@@ -239,8 +249,8 @@ def causal_attention(
     v: Tensor,
     scaling: float | None,
     window: int | None,
-    dropout: float = 0.0,
     softmax: Softmax = PLAIN,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention of one sequence, [1, H, queries, width of values]; the last query belongs to the last key.
 
@@ -250,13 +260,13 @@ def causal_attention(
         v: [1, K, keys, width of values].
         scaling: factor of the scores; default: 1 / sqrt(D).
         window: keys that a query sees; None is all.
-        dropout: share of attention weights that is set to 0.
         softmax: the softmax of the scores.
+        dropout: share of attention weights that is set to 0.
     """
     if scaling is None:
         scaling = q.shape[-1] ** -0.5
     if not softmax.is_plain:
-        return _attention_by_scores(q, k, v, scaling, window, dropout, softmax)
+        return _attention_by_scores(q, k, v, scaling, window, softmax, dropout)
     width = v.shape[-1]
     q, k, v = of_one_width(q, k, v)
     num_queries, num_keys = q.shape[2], k.shape[2]
@@ -264,7 +274,7 @@ def causal_attention(
     mask = None if is_plain else causal_mask(num_queries, num_keys, window, q.device)
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_plain, scale=scaling, enable_gqa=is_grouped)
-    return out[..., :width]
+    return out if out.shape[-1] == width else out[..., :width]
 
 
 def of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,7 +293,7 @@ def of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Te
 
 
 def _attention_by_scores(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, dropout: float, softmax: Softmax
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softmax: Softmax, dropout: float
 ) -> Tensor:
     """Return `causal_attention` from scores that are held in memory, QUERIES rows at a time."""
     outputs, stop = [], k.shape[2] - q.shape[2]

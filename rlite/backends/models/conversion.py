@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, conversion_mapping
 from transformers import core_model_loading as rules
 
@@ -291,6 +291,19 @@ class Rules:
         return ""
 
 
+def name_before(model: nn.Module, name: str) -> str:
+    """Return the stored name that transformers' renamings turn into `name`: mostly the name itself.
+
+    PEFT applies the renamings of checkpoints to the names of adapters. Some renamings change a model's own names, too.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return name
+    found = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [rule for rule in found if isinstance(rule, rules.WeightRenaming)]
+    candidates = (name, *(rule.reverse_transform().rename_source_key(name)[0] for rule in renamings))
+    return next((each for each in candidates if rules.rename_source_key(each, renamings, [])[0] == name), name)
+
+
 def describe(converter: Any) -> str:
     """Return a text about a conversion: its operations and the names that it looks for."""
     operations = " and ".join(type(op).__name__ for op in converter.operations)
@@ -355,10 +368,8 @@ class Conversion:
                     yield stored, expression.read(source, whole(expression.shape))
         if held:
             name = next(iter(held))
-            told = (
-                f"{name} is stored together with {', '.join(groups[name].held.keys() - held.keys())}, which is missing"
-            )
-            raise CheckpointError(told)
+            missing = ", ".join(groups[name].held.keys() - held.keys())
+            raise CheckpointError(f"{name} is stored together with {missing}, which is missing")
 
 
 def make_conversion(found: Rules, names: Iterable[str], shape_of: Callable[[str], Shape]) -> Conversion:

@@ -73,11 +73,9 @@ class DequantisedReader:
         """
         if name in self._packed:
             return self._unpacked(name, box or whole(self.shape(name)))
-        return (
-            self._unscaled(name, box or whole(self.shape(name)))
-            if name in self._scaled
-            else self._reader.read(name, box)
-        )
+        if name in self._scaled:
+            return self._unscaled(name, box or whole(self.shape(name)))
+        return self._reader.read(name, box)
 
     def _unscaled(self, name: str, box: Box) -> Tensor:
         shape, found = self.shape(name), self._reader.shape(name + SCALE)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -68,12 +68,7 @@ def _holds_experts(module: Any) -> bool:
 
 def divided_apart(model: nn.Module) -> list[nn.Module]:
     """Return the modules with experts and PEFT's wrappers around them: tensor parallel does not divide them."""
-    wrapped = (plain_name(name) + ".base_layer" * i for name in experts_of(model) for i in range(_depth(name) + 1))
-    return [model.get_submodule(name) for name in wrapped]
-
-
-def _depth(name: str) -> int:
-    return name.count(".base_layer")
+    return [part for name, experts in experts_of(model).items() for part in (*_adapters(model, name), experts)]
 
 
 def plain_name(name: str) -> str:
@@ -251,7 +246,7 @@ def divide(model: PreTrainedModel, mesh: TrainMesh) -> list[nn.Module]:
     # a rank's experts see the tokens of `expert` ranks, of which FSDP averages over efsdp
     factor = dims.tensor / dims.expert
     for name, module in experts.items():
-        adapters = list(_adapters(model, name))
+        adapters = _adapters(model, name)
         if adapters or factor != 1:
             rank = mesh.expert.get_local_rank() if dims.expert > 1 else 0
             module.forward = partial(_compute, module, module.forward, factor, adapters, rank)
@@ -286,10 +281,10 @@ def adapter_of(model: nn.Module, name: str, parameter: str) -> Any:
     return wrapper if wraps_parameter(wrapper) else None
 
 
-def _adapters(model: nn.Module, name: str) -> Iterator[Any]:
-    """Yield PEFT's wrappers around the experts called `name`, one for each parameter with an adapter."""
-    for wrapped in range(_depth(name)):
-        yield model.get_submodule(plain_name(name) + ".base_layer" * wrapped)
+def _adapters(model: nn.Module, name: str) -> list[Any]:
+    """Return PEFT's wrappers around the experts called `name`, one for each parameter with an adapter."""
+    depth = name.count(".base_layer")
+    return [model.get_submodule(plain_name(name) + ".base_layer" * i) for i in range(depth)]
 
 
 def _compute(module: Any, forward: Any, factor: float, adapters: list[Any], rank: int, *args: Any) -> Tensor:
@@ -337,8 +332,7 @@ def adapter_factors(adapter: Any, rank: int = 0, num_experts: int | None = None)
 
 def is_transposed(adapter: Any) -> bool:
     """Return whether the experts below an adapter hold their matrices as [in, out]."""
-    experts = adapter.get_base_layer()
-    return bool(vars(experts).get(DISPATCHES, False))
+    return bool(vars(adapter.get_base_layer()).get(DISPATCHES, False))
 
 
 def stacked_factors(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -199,10 +200,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def fsdp_units(self) -> list[nn.Module]:
         """Return the blocks that transformers does not allow to split, by default the entries of module lists."""
         blocks = [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
-        head = self.get_output_embeddings()  # type: ignore[operator]
-        tied = head.weight if isinstance(head, nn.Linear) else None
-        # a weight tied to the output embedding stays outside: sharding one of its two modules alone unties it
-        units = [block for block in blocks if not any(parameter is tied for parameter in block.parameters())]
+        # a weight that modules share stays outside: sharding one of them alone unties it
+        counts = Counter(id(p) for module in self.modules() for p in module._parameters.values() if p is not None)
+        units = [block for block in blocks if not any(counts[id(parameter)] > 1 for parameter in block.parameters())]
         return units or super().fsdp_units()
 
     def recompute_activations(self) -> None:
@@ -213,10 +213,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
 
     def _recomputing_alike(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of a forward and of its recomputation, with the attention and the experts in use now."""
-        forward, again = recompute_alike(self.config)
-        if self.replay is None:
-            return forward, again
-        return forward, _inside(again, self.replay.replaying_alike())
+        experts = () if self.replay is None else (self.replay.replaying_alike(),)
+        return recompute_alike(self.config, *experts)
 
     def check_deterministic(self, device_type: str) -> None:
         """Check that the model is one of those that are computed independently of the batch.
@@ -270,10 +268,9 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
     def parallelize(self, mesh: DeviceMesh) -> None:
         """Split the model by its own plan; see `rlite.runtime.parallel.tensor`."""
         parallelize(self, mesh, divided_apart(self))
-        if self.routing is not None:
-            self.routing.tensor_group = mesh.get_group()
-        if self.replay is not None:
-            self.replay.tensor_group = mesh.get_group()
+        for observer in (self.routing, self.replay):
+            if observer is not None:
+                observer.tensor_group = mesh.get_group()
 
     def check_experts(self, options: Any, device_type: str) -> None:
         """Check the options of experts; see `rlite.backends.models.experts`.
@@ -463,14 +460,6 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if share.tree is not None:
             labels, kept = labels[share.tree.tokens], None if kept is None else kept.select(share.tree.tokens)
         return TokenLogprobs(*map(share.expand, logprobs_of_logits(logits, labels, temperature, kept)))
-
-
-@contextmanager
-def _inside(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def exported_class(module: nn.Module) -> str:

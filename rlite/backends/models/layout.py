@@ -70,7 +70,7 @@ def attention_layers(cls: type[PreTrainedModel], config: PreTrainedConfig) -> At
     """
     key = (cls, config.to_json_string(use_diff=False))
     if key not in _FOUND:
-        _FOUND[key] = _noted(cls, config) or equal_layers(config)
+        _FOUND[key] = equal_layers(config) if (noted := _noted(cls, config)) is None else noted
     return _FOUND[key]
 
 

@@ -29,6 +29,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlite.backends.models.architecture import check_fit
+from rlite.backends.models.conversion import name_before
 from rlite.backends.models.experts import (
     adapter_of,
     experts_of,
@@ -86,12 +87,21 @@ class LoraTrainModule(BaseTrainModule):
             peft.inject_adapter_in_model(self._peft_config(options, targets), nn.ModuleDict({"module": self}))
         if isinstance(self, HuggingFaceFsdp2ScoreModule):
             self.score.requires_grad_(True)
+        if isinstance(self, PreTrainedModel):  # an adapter of tied layers is one, too
+            with pretrained.real_tensors():
+                self.tie_weights()
         self.lora = options
 
     def _linear_layers(self) -> list[str]:
         head = self.get_output_embeddings() if isinstance(self, PreTrainedModel) else None
         linear = (name for name, module in self.named_modules() if isinstance(module, _LINEAR) and module is not head)
         return [name for name in linear if name != _SCORE]
+
+    def _endings(self, layers: set[str]) -> set[str]:
+        """Return the shortest ending of each layer's name that fits no module without an adapter."""
+        names = {plain_name(name) for name, _ in self.named_modules() if ".lora_" not in name}
+        others = {ending for name in names - layers - layers_read_raw(self).keys() for ending in _endings_of(name)}
+        return {next((ending for ending in _endings_of(name) if ending not in others), name) for name in layers}
 
     def _check_targets(self, options: LoraOptions) -> None:
         raw = layers_read_raw(self)
@@ -265,12 +275,15 @@ class LoraTrainModule(BaseTrainModule):
         """
         if self.lora is None:
             raise ConfigError(f"{type(self).__name__} has no adapter to save: call add_lora")
-        layers = [name.removesuffix(_DOWN) for name in trained if name.endswith(_DOWN)]
-        endings = {name.rpartition(".")[2] for name in layers if not wraps_parameter(self.get_submodule(name))}
+        own = {id(self.get_parameter(name)): tensor for name, tensor in trained.items()}
+        # an adapter of tied layers has several names
+        places = {name: own[id(p)] for name, p in self.named_parameters(remove_duplicate=False) if id(p) in own}
+        adapted = [name.removesuffix(_DOWN) for name in places if name.endswith(_DOWN)]
+        layers = {name for name in adapted if not wraps_parameter(self.get_submodule(name))}
         base = getattr(getattr(self, "config", None), "_name_or_path", None)
         whole = [_SCORE] if isinstance(self, HuggingFaceFsdp2ScoreModule) else None
         # all-linear: layers of the base as it is now, which an opener's may not be
-        named = endings if self.lora.target_modules == [ALL_LINEAR] else set(self.lora.target_modules)
+        named = self._endings(layers) if self.lora.target_modules == [ALL_LINEAR] else set(self.lora.target_modules)
         taken = {name for name in named if experts_of(self) and name.rpartition(".")[2] in _TAKEN}
         changes = {"base_model_name_or_path": base, "inference_mode": True, "modules_to_save": whole}
         config = self._peft_config(self.lora, sorted(named - taken), **changes)
@@ -280,9 +293,17 @@ class LoraTrainModule(BaseTrainModule):
             config.lora_dropout = 0.0
             config.target_parameters = [*self.lora.target_parameters, *(f"{name}.weight" for name in sorted(taken))]
         config.save_pretrained(str(folder))
-        names = {name: f"base_model.model.{name.replace('.default.', '.')}" for name in trained}
-        tensors = {names[name]: tensor.detach().cpu().contiguous() for name, tensor in trained.items()}
+        tensors = {
+            f"base_model.model.{name_before(self, name).replace('.default.', '.')}": tensor.detach().cpu().clone()
+            for name, tensor in places.items()
+        }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _endings_of(name: str) -> list[str]:
+    """Return the endings of a dotted name, the shortest first."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in reversed(range(len(parts)))]
 
 
 @torch.no_grad()

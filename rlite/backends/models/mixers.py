@@ -20,7 +20,7 @@ import dis
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from rlite.backends.models.attention import LAYOUT, PackedLayout, attention
+from rlite.backends.models.attention import LAYOUT, attention
 from rlite.backends.models.linear import with_globals
 from rlite.errors import ConfigError
 
@@ -300,16 +300,24 @@ def current_mixing() -> Mixing | None:
     return _CURRENT.get()
 
 
-def recompute_alike(config: PreTrainedConfig) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts of a checkpointed forward and of its recomputation: the attention and the mixing in use now."""
-    return nullcontext(), _again(config, config._attn_implementation, LAYOUT.get(), _CURRENT.get())
+def recompute_alike(
+    config: PreTrainedConfig, *further: AbstractContextManager[Any]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts of a checkpointed forward and of its recomputation: the attention and the mixing in use now.
+
+    Args:
+        config: the model's config.
+        *further: further contexts of the recomputation.
+    """
+    alike = attention(config, config._attn_implementation, LAYOUT.get()), mixing(_CURRENT.get())
+    return nullcontext(), _inside(*alike, *further)
 
 
 @contextmanager
-def _again(
-    config: PreTrainedConfig, implementation: str, layout: PackedLayout | None, current: Mixing | None
-) -> Iterator[None]:
-    with attention(config, implementation, layout), mixing(current):
+def _inside(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

@@ -63,7 +63,8 @@ class _Layer:
             output: its output; the scores, or a tuple that begins with them.
         """
         scores = output[0] if isinstance(output, tuple) else output
-        if isinstance(scores, Tensor) and scores.shape[-1] == self.num_experts:
+        # one score more is that of skipping the experts (Zaya); the choice is then any expert with weight 0
+        if isinstance(scores, Tensor) and scores.shape[-1] in (self.num_experts, self.num_experts + 1):
             self.scores = scores.flatten(0, -2)
 
     def probabilities(self, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class _Layer:
         assert self.scores is not None, "the router beside the experts returned no scores"
         if self.kind is None:
             self.kind = score_kind(self.scores.detach(), chosen, weights.detach())[0]
-        return _probabilities(self.scores, self.kind)
+        return _probabilities(self.scores, self.kind)[:, : self.num_experts]
 
 
 def _probabilities(scores: Tensor, kind: str) -> Tensor:
@@ -90,7 +91,7 @@ def _probabilities(scores: Tensor, kind: str) -> Tensor:
 def score_kind(scores: Tensor, chosen: Tensor, weights: Tensor) -> tuple[str, float]:
     """Return how a router's scores become its weights, and the largest difference from the weights that remains.
 
-    Weights are compared after they are scaled to sum to 1 for each token.
+    Weights are compared after they are scaled to sum to 1 for each token. Tokens that skip experts are left out.
 
     Args:
         scores: [t, E].
@@ -98,10 +99,12 @@ def score_kind(scores: Tensor, chosen: Tensor, weights: Tensor) -> tuple[str, fl
         weights: [t, K].
     """
     expected = weights.double() / weights.double().sum(-1, keepdim=True)
+    skips = (weights == 0).any(-1, keepdim=True)
     errors: dict[str, float] = {}
     for kind in KINDS if bool((scores >= 0).all()) else KINDS[:2]:
         found = _probabilities(scores.double(), kind).gather(-1, chosen)
-        errors[kind] = float((found / found.sum(-1, keepdim=True) - expected).abs().amax().nan_to_num(torch.inf))
+        error = (found / found.sum(-1, keepdim=True) - expected).abs().masked_fill(skips, 0)
+        errors[kind] = float(error.amax().nan_to_num(torch.inf))
     best = min(errors, key=errors.__getitem__)
     return best, errors[best]
 
@@ -214,7 +217,7 @@ class Routing:
             sums = (torch.where(counted[:, None] > 0, probabilities, 0.0) * counted[:, None]).sum(0)
         if self._is_recording:
             counts = torch.zeros(layer.num_experts, dtype=torch.int64, device=chosen.device)
-            counts.scatter_add_(0, chosen.flatten(), counted.repeat_interleave(chosen.shape[1]))
+            counts.scatter_add_(0, chosen.flatten(), (counted[:, None] * (weights != 0)).flatten())
             is_finite = probabilities.detach().isfinite().all(-1)
             self._seen[layer.name] = _Seen(counts, sums, (counted * ~is_finite).sum())
 

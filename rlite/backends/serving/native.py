@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.backends.models.attention import PLAIN, Softmax
+from rlite.backends.models.attention import Weighting
 from rlite.backends.models.batch_invariant import BLOCK
 
 logger = logging.getLogger(__name__)
@@ -49,15 +49,7 @@ SIGNATURES: dict[str, list[Any]] = {
 
 
 def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float,
-    window: int,
-    softmax: Softmax = PLAIN,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, keys: Tensor, values: Tensor, weighting: Weighting
 ) -> Tensor:
     """Write one token of each of the first slots to one layer of the cache, and return its attention.
 
@@ -68,17 +60,16 @@ def decode_attention(
         positions: `[rows]`, int64.
         keys: `[slots, kv_heads, max_len / BLOCK, key width, BLOCK]`.
         values: `[slots, kv_heads, max_len, value width]`.
-        scale: factor of the scores before the softmax.
-        window: number of positions that each query sees. 0 is all.
-        softmax: the softmax of the scores.
+        weighting: terms by which the layer weights the values.
 
     Returns:
         The output, `[rows, heads, value width]`.
     """
     rows, heads, dim = query.shape
+    scale, window, softmax = weighting
     tensors = [t.contiguous() for t in (query, key, value, positions)]
     output = query.new_empty(rows, heads, width := value.shape[-1])
-    sizes = (rows, heads, key.shape[1], dim, width, values.shape[2], window, torch.get_num_threads())
+    sizes = (rows, heads, key.shape[1], dim, width, values.shape[2], window or 0, torch.get_num_threads())
     sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
     shape = _Shape(*sizes, scale, softmax.softcap or 0)
     call("decode_attention", ctypes.byref(shape), *tensors, keys, values, sinks, output)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -99,8 +100,14 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int, int]:
     try:
         heads = text.num_attention_heads
     except AttributeError as error:
-        raise ConfigError(f"the config of {config.model_type!r} states no num_attention_heads") from error
+        raise ConfigError(f"{config.model_type!r} has no num_attention_heads; use one device for each copy") from error
     return text.num_hidden_layers, heads, key_heads or heads, head_dim or text.hidden_size // heads
+
+
+def max_positions(config: PreTrainedConfig) -> tuple[str, int]:
+    """Return the field of a config that limits the tokens of a sequence, and the limit. A recurrent model has none."""
+    text, fields = config.get_text_config(), ("max_position_embeddings", "max_target_positions")
+    return next(((name, value) for name in fields if (value := getattr(text, name, None))), ("limit", sys.maxsize))
 
 
 def check_heads(config: PreTrainedConfig, world_size: int) -> None:
@@ -200,9 +207,11 @@ def _whole_mixers(model: PreTrainedModel, blocks: Collection[str]) -> dict[str, 
     layers = {name for name, module in model.named_modules() if module in own}
     # what mixes tokens knows its layer's number, for the cache, and so do some layers as a whole
     mixers = {name: module for name, module in model.named_modules() if hasattr(module, "layer_idx")}
+    stacks = (name for name, parameter in model.named_parameters() if parameter.dim() == 3)
+    mixtures = tuple(f"{_block(_block(name))}." for name in stacks)  # a router may know its layer's number, too
     found: dict[str, Any] = {}
     for name, module in mixers.items():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_inside = name.startswith(mixtures) or any(name.startswith(f"{outer}.") for outer in found)
         is_split = any(f"{block}.".startswith(f"{name}.") for block in blocks)
         if name not in layers and not is_inside and not is_split:
             found[name] = module
@@ -706,8 +715,8 @@ class _TokenHooks:
 
 def _cut(x: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     angles, positions = kwargs.get("position_embeddings"), kwargs.get("position_ids")
-    if angles is not None:
-        return _first(x, angles[0].shape[1])
+    if angles is not None:  # cosines and sines, or complex numbers
+        return _first(x, (angles if isinstance(angles, Tensor) else angles[0]).shape[1])
     return x if positions is None else _first(x, positions.shape[-1])
 
 

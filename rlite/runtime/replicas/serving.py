@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.observability import trace
 from rlite.runtime.event_loop import result_of
+from rlite.runtime.parallel.tensor import max_positions
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, Replica, check_lengths
 from rlite.runtime.replicas.replica_set import ReplicaReplaced, ReplicaSet, ScalingPolicy
@@ -171,7 +172,7 @@ class ServingEngine(Engine):
             RliteError: the engine is not built.
         """
         self.group.check()
-        return self.options.max_model_len or self._config.max_position_embeddings
+        return self.options.max_model_len or max_positions(self._config)[1]
 
     @property
     def seed(self) -> int:

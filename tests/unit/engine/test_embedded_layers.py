@@ -12,7 +12,7 @@ from rlite.backends.embedded.cache import CacheShape, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.scheduler import Chunk, Move
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.backends.models.architecture import miniature, saved
-from rlite.backends.models.attention import Softmax, causal_attention
+from rlite.backends.models.attention import Softmax, Weighting, causal_attention
 from rlite.backends.models.layout import AttentionLayer, attention_layers
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
@@ -67,7 +67,7 @@ def test_prompts_and_decode_steps_of_every_kind_of_layer_are_those_of_the_whole_
         plan = PrefillPlan(cache, [chunk], is_flash=False, is_invariant=False, is_fixed=is_fixed)
         for layer in LAYERS:
             part = [x[chunk.start : chunk.stop] for x in rows[layer]]
-            out = plan.attend(layer, *part, 0.4, WINDOWS[layer], SOFTMAX[layer])
+            out = plan.attend(layer, *part, Weighting(0.4, WINDOWS[layer], SOFTMAX[layer]))
             torch.testing.assert_close(out, expected(layer, chunk.start)[: len(out)].to(dtype), rtol=1e-5, atol=1e-5)
     cache.apply([Move(source=2, target=0, length=START), Move(source=2, target=1, length=START)])
     plans: list = [DecodePlan(cache, [START + 1] * 2, torch.arange(START, LENGTH)[:, None].expand(-1, 2))]
@@ -79,7 +79,7 @@ def test_prompts_and_decode_steps_of_every_kind_of_layer_are_those_of_the_whole_
                 plan.go_to(step)
             for layer in LAYERS:
                 new = [x[START + step][None].expand(2, -1, -1) for x in rows[layer]]
-                out = plan.attend(layer, *new, 0.4, WINDOWS[layer], SOFTMAX[layer])
+                out = plan.attend(layer, *new, Weighting(0.4, WINDOWS[layer], SOFTMAX[layer]))
                 right = expected(layer, START + step)[:1].expand_as(out).to(dtype)
                 torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
 
@@ -90,7 +90,8 @@ def test_scoring_continues_a_prompt_in_every_kind_of_layer() -> None:
         plan = ScoringPlan([chunk], plan, CPU)
         for layer in LAYERS:
             softmax = SOFTMAX[layer]._replace(sinks=SINKS.double() if layer == 1 else None)
-            out = plan.attend(layer, *(x[chunk.start : chunk.stop] for x in rows[layer]), 0.4, WINDOWS[layer], softmax)
+            part = [x[chunk.start : chunk.stop] for x in rows[layer]]
+            out = plan.attend(layer, *part, Weighting(0.4, WINDOWS[layer], softmax))
             torch.testing.assert_close(out, expected(layer, chunk.start)[: len(out)])
 
 

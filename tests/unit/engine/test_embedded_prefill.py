@@ -13,6 +13,7 @@ from rlite.backends.embedded.attention import PrefillPlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models import attention
+from rlite.backends.models.attention import Weighting
 from rlite.backends.models.layout import AttentionLayer
 
 CPU = torch.device("cpu")
@@ -92,10 +93,10 @@ def test_one_call_attends_to_the_chunks_of_all_prompts_whether_or_not_they_conti
     ]
     query, key, value = (x.to(dtype) for x in rows(sum(lengths)))
     on_cuda = PrefillPlan(filled_cache(dtype), chunks, is_flash=True, is_invariant=False)
-    found = on_cuda.attend(0, query, key, value, 0.3, window)
+    found = on_cuda.attend(0, query, key, value, Weighting(0.3, window))
     assert varlen_of_torch_2_11.num_calls == 1
     by_chunk = PrefillPlan(filled_cache(dtype), chunks, is_flash=False, is_invariant=False)
-    expected = by_chunk.attend(0, query, key, value, 0.3, window)
+    expected = by_chunk.attend(0, query, key, value, Weighting(0.3, window))
     torch.testing.assert_close(found, expected)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
-from rlite.backends.models.attention import Softmax
+from rlite.backends.models.attention import Softmax, Weighting
 from rlite.backends.models.layout import AttentionLayer
 from rlite.backends.serving.native import compiled
 from tests import forked_python
@@ -71,7 +71,7 @@ def test_it_computes_what_pytorch_computes(
         query, key, value = new_tokens(rows, shape, width)
         for plan in plans if step else ():
             plan.go_to(step)
-        theirs, ours = (plan.attend(1, query, key, value, dim**-0.5, window, softmax) for plan in plans)
+        theirs, ours = (plan.attend(1, query, key, value, Weighting(dim**-0.5, window, softmax)) for plan in plans)
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
         assert torch.equal(cache.keys[1], expected.keys[1])
         assert torch.equal(cache.values[1], expected.values[1])
@@ -87,10 +87,10 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads() -
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(NativeDecodePlan(cache, positions).attend(0, query, key, value, 0.1, None))
+            found.append(NativeDecodePlan(cache, positions).attend(0, query, key, value, Weighting(0.1)))
     finally:
         torch.set_num_threads(num_threads)
-    fewer = NativeDecodePlan(cache, positions[:, :7]).attend(0, query[:7], key[:7], value[:7], 0.1, None)
+    fewer = NativeDecodePlan(cache, positions[:, :7]).attend(0, query[:7], key[:7], value[:7], Weighting(0.1))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[0][:7], fewer)
@@ -106,7 +106,7 @@ def test_values_that_are_not_finite_show_in_their_row_alone(what: str, bad: floa
         dict(zip(("query", "key", "value"), new_tokens(rows, shape), strict=True)),
     )
     tokens[what][2] = bad
-    found = NativeDecodePlan(cache, torch.tensor([[5, 70, 90, 11]])).attend(0, **tokens, scale=0.1, window=None)
+    found = NativeDecodePlan(cache, torch.tensor([[5, 70, 90, 11]])).attend(0, **tokens, weighting=Weighting(0.1))
     is_finite = found.isfinite().flatten(1).all(1)
     assert is_finite.tolist() == [True, True, False, True]
 
@@ -118,8 +118,8 @@ def test_large_scores_do_not_overflow() -> None:
     copy_into(caches[1], caches[0])
     lengths, (query, key, value) = [300, 17, 130], new_tokens(rows, shape)
     positions = torch.tensor([lengths]) - 1
-    theirs = DecodePlan(caches[0], lengths, positions).attend(0, query, key, value, 100.0, None)
-    ours = NativeDecodePlan(caches[1], positions).attend(0, query, key, value, 100.0, None)
+    theirs = DecodePlan(caches[0], lengths, positions).attend(0, query, key, value, Weighting(100.0))
+    ours = NativeDecodePlan(caches[1], positions).attend(0, query, key, value, Weighting(100.0))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 

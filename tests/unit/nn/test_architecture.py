@@ -16,8 +16,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.backends.embedded.worker import refusal as embedded_refusal
-from rlite.backends.models.architecture import attention_widths, check_gpu_kernels, miniature, refusal, rope_limit
+from rlite.backends.models.architecture import check_gpu_kernels, miniature, refusal, rope_limit
 from rlite.backends.models.attention import PACKED
+from rlite.backends.models.layout import attention_layers
 from rlite.data.packs import lazy_pack as pack
 from rlite.errors import ConfigError, StorageError
 from rlite.nn import HuggingFaceFsdp2TrainModule
@@ -85,8 +86,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**EXPERTS, "num_experts_per_tok": 1, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size_mlp": 80},
         "experts in a form that rlite does not know: .* is not called with tokens, chosen experts and their weights",
     ),
-    "phimoe": ({**EXPERTS, "num_key_value_heads": 2}, "draws random numbers in training"),
+    "phimoe": ({**EXPERTS, "num_key_value_heads": 2}, "^draws random numbers in training"),
 }
+if "inkling_text" in transformers.CONFIG_MAPPING:  # its config does not say whether embeddings are tied
+    REFUSED["inkling_text"] = ({**EXPERTS, "num_key_value_heads": 2, "head_dim": 12}, "positions itself")
 
 
 def config_of(kind: str, **fields: Any) -> Any:
@@ -123,6 +126,21 @@ def test_embedding_that_is_also_the_output_head_is_sharded_with_the_rest_of_the_
     model.tie_weights()  # as a worker does
     units = model.fsdp_units()
     assert {type(unit).__name__ for unit in units} == {"BertLayer"}
+
+
+def test_layers_that_share_weights_are_sharded_with_the_rest_of_the_model(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("zamba", num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2)
+    miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config).save_pretrained(tmp_path)
+    units = on_meta(tmp_path).fsdp_units()
+    assert {type(unit).__name__ for unit in units} == {"ZambaMambaDecoderLayer"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("mamba", "num_hidden_layers"), ("mamba2", "num_hidden_layers"), ("whisper", "decoder_layers")]
+)
+def test_models_without_attention_or_with_another_limit_of_positions_are_served(kind: str, layers: str) -> None:
+    config = AutoConfig.for_model(kind, **{layers: 2})
+    assert embedded_refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
 
 
 @pytest.mark.parametrize("kind", EQUAL)
@@ -237,9 +255,7 @@ class HalfLearnt(Qwen3ForCausalLM):
 
 def test_a_pack_with_the_logits_of_transformers_and_other_gradients_is_refused() -> None:
     found = refusal(HalfLearnt, config_of("qwen3", num_key_value_heads=2, head_dim=16))
-    assert (
-        found == "computes another gradient of model.embed_tokens.weight in a pack, or draws random numbers in training"
-    )
+    assert found == "computes another gradient of model.embed_tokens.weight in a pack"
 
 
 def shifted_by(number: int) -> Any:
@@ -321,9 +337,14 @@ def test_heads_that_gpu_kernels_do_not_take_are_refused_with_the_reason(
         check_gpu_kernels(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
+def widths_of(config: Any) -> set[tuple[int, int]]:
+    """Widths of queries and values in the attention layers of a causal model."""
+    layers = attention_layers(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config).values()
+    return {(layer.key_width, layer.value_width) for layer in layers}
+
+
 def test_widths_are_found_in_every_layer_not_in_the_config() -> None:
-    config = AutoConfig.for_model("gemma4_text")
-    assert attention_widths(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) == [(256, 256), (512, 512)]
+    assert widths_of(AutoConfig.for_model("gemma4_text")) == {(256, 256), (512, 512)}
 
 
 @pytest.mark.parametrize(
@@ -338,17 +359,15 @@ def test_heads_that_zeros_make_equal_for_gpu_kernels_pass(
     kind: str, fields: dict[str, Any], widths: tuple[int, int]
 ) -> None:
     config = config_of(kind, **fields)
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    assert attention_widths(cls, config) == [widths]
-    check_gpu_kernels(cls, config)
+    assert widths_of(config) == {widths}
+    check_gpu_kernels(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
 def test_heads_that_gpu_kernels_take_pass() -> None:
     for kind in ("llama", "qwen3", "gemma"):
         config = config_of(kind, num_key_value_heads=2, head_dim=16)
-        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        assert attention_widths(cls, config) == [(16, 16)]
-        check_gpu_kernels(cls, config)
+        assert widths_of(config) == {(16, 16)}
+        check_gpu_kernels(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
 def test_norms_with_a_row_for_each_head_are_refused_for_tensor_parallel_at_build(tmp_path: Path) -> None:
@@ -361,7 +380,7 @@ def test_norms_with_a_row_for_each_head_are_refused_for_tensor_parallel_at_build
         RliteInferenceEngine(folder).build(tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("kind", ["gptj", "rwkv"])
+@pytest.mark.parametrize("kind", [kind for kind in ("gptj", "rwkv", "inkling_text") if kind in REFUSED])
 def test_both_engines_refuse_a_model_at_build_before_any_process_starts(kind: str, tmp_path: Path) -> None:
     rlite.shutdown()
     fields, reason = REFUSED[kind]

@@ -8,21 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, gathered
 from rlite.backends.models import experts
-from rlite.backends.models.architecture import refusal
+from rlite.backends.models.architecture import miniature, refusal
 from rlite.backends.models.experts import check_expert_parallel, corrects
 from rlite.backends.models.lora import merge_adapter
-from rlite.backends.models.routing import DROPPED_STEPS
+from rlite.backends.models.routing import DROPPED_STEPS, score_kind
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.nn.pretrained import causal_lm_class, load_model
+from rlite.runtime.parallel.tensor import split_layers
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.wording import warn_once
@@ -254,6 +256,34 @@ def test_a_poisoned_router_and_a_dropped_expert_are_seen(path: Path) -> None:
     engine.release()
 
 
+@pytest.mark.skipif("zaya" not in transformers.CONFIG_MAPPING, reason="needs a newer transformers")
+def test_a_token_that_skips_the_experts_is_no_load(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("zaya", num_hidden_layers=2)
+    model = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    gates[0].balancing_biases[-1] = 10.0  # chosen for every token
+    gates[1].balancing_biases[-1] = -10.0
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, router_aux_loss_coef=0.1)
+    batch = make_batch(LENGTHS)
+    stats = engine.train_batch({**batch, "input_ids": batch["input_ids"] % 100}, token_loss, num_counted)
+    engine.release()
+    assert stats["moe/load_min"] == 0.0
+    loads = [value for name, value in stats.items() if name.startswith("moe/load/")]
+    assert sum(loads) == pytest.approx(len(loads) / 2)  # the even load of one of two layers
+    assert stats["moe/nonfinite_tokens"] == 0.0
+
+
+def test_the_kind_of_scores_is_found_from_the_tokens_that_skip_no_expert() -> None:
+    scores = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    chosen = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 1], [0, 0]])
+    weights = scores.softmax(-1).gather(-1, chosen)
+    weights[[1, 4]] *= torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    kind, error = score_kind(scores, chosen, weights)
+    assert kind == "softmax"
+    assert error < 1e-6
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -303,3 +333,9 @@ def test_expert_parallelism_needs_a_plan_and_a_size_that_divides(path: Path) -> 
 def test_packs_of_a_mixture_are_computed_as_by_transformers_with_gradients(kind: str) -> None:
     config = config_of(kind)
     assert refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
+
+
+def test_a_router_that_knows_the_number_of_its_layer_mixes_no_tokens() -> None:
+    config = AutoConfig.for_model("hunyuan_v1_moe", num_hidden_layers=1)
+    model = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    assert split_layers(model).whole.keys() == {"model.layers.0.self_attn"}

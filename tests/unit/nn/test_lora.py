@@ -4,8 +4,12 @@ import importlib.util
 
 import pytest
 import torch
+import transformers
+from peft import PeftConfig, PeftModel
 from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from rlite.backends.models.architecture import miniature, saved
 from rlite.backends.models.lora import merge
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
@@ -62,6 +66,37 @@ def test_adapters_begin_as_those_of_peft_and_change_nothing(path):
     assert 0.999 * bound < draws.abs().max() <= bound
     assert draws.std() == pytest.approx(bound / 3**0.5, rel=0.02)
     assert not module.missing_parameter(first.replace("lora_A", "lora_B"), (64, 4)).any()
+
+
+TARGETS = {
+    "ctrl": {"n_layer": 2},  # projections "0" in layers "0"
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},  # layers 1 and 3 are tied
+    "laguna": {"num_hidden_layers": 2, "layer_types": None, "mlp_layer_types": None},  # PEFT renames its shared experts
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind in transformers.CONFIG_MAPPING])
+def test_exported_adapters_open_with_peft_whatever_a_model_calls_its_layers(kind, tmp_path):
+    config = AutoConfig.for_model(kind, **TARGETS[kind])
+    with saved(miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)) as base:
+        module = policy_module(base, lora=LoraOptions(rank=4))
+        tensors = {name: torch.randn(module.get_parameter(name).shape) for name in trained(module)}
+        module.save_adapter(tmp_path, tensors)
+        opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+    found = {
+        name: p for name, p in opened.base_model.model.named_parameters(remove_duplicate=False) if ".lora_" in name
+    }
+    module_names = [name for name, _ in module.named_parameters(remove_duplicate=False) if ".lora_" in name]
+    assert sorted(found) == sorted(module_names)
+    held = {id(module.get_parameter(name)): tensor for name, tensor in tensors.items()}
+    assert all(torch.equal(found[name], held[id(module.get_parameter(name))]) for name in found)
+
+
+def test_exported_adapters_of_ordinary_models_name_their_layers_by_one_word(path, tmp_path):
+    module = policy_module(path, lora=LoraOptions(rank=4))
+    module.save_adapter(tmp_path, {name: torch.zeros(module.get_parameter(name).shape) for name in trained(module)})
+    targets = PeftConfig.from_pretrained(tmp_path).target_modules
+    assert targets == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
