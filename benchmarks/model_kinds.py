@@ -91,8 +91,8 @@ def build_kind(kind: str, folder: Path) -> Path:
     return folder
 
 
-def build_trainer(folder: Path) -> RliteTrainEngine:
-    """Return a train engine in this process."""
+def build_trainer(folder: Path, **place: Any) -> RliteTrainEngine:
+    """Return a train engine in this process; `place` says with which engine it shares the device."""
     options = ModelOptions(
         model_name=str(folder),
         lr=LR,
@@ -103,15 +103,15 @@ def build_trainer(folder: Path) -> RliteTrainEngine:
         max_length_per_device=2048,
     )
     engine = RliteTrainEngine(policy_module(folder, options.optimizer_options(1000)))
-    engine.build(**options.build_options(1, seed=0))
+    engine.build(**options.build_options(1, seed=0), **place)
     engine.train()
     return engine
 
 
-def build_server(folder: Path) -> RliteInferenceEngine:
-    """Return an inference engine in this process."""
+def build_server(folder: Path, **place: Any) -> RliteInferenceEngine:
+    """Return an inference engine in this process; `place` says with which engine it shares the device."""
     engine = RliteInferenceEngine(folder)
-    engine.build(max_model_len=128, max_num_seqs=NUM_PROMPTS, dtype="float32")
+    engine.build(max_model_len=128, max_num_seqs=NUM_PROMPTS, dtype="float32", **place)
     return engine
 
 
@@ -193,12 +193,20 @@ def compare_mixture(scratch: Path, rounds: int) -> None:
     folders = [build_kind(kind, scratch / kind) for kind in ("qwen3_moe", "qwen3")]
     rows = token_rows(build_rows(ROWS_PER_STEP))
     batch = next(iter(rows.batches(ROWS_PER_STEP)))
-    sides: list[Callable[[], Any]] = [partial(train_step, build_trainer(folder), batch) for folder in folders]
+    trainers = [build_trainer(folders[0])]
+    trainers.append(build_trainer(folders[1], colocate_with=trainers[0]))
+    sides: list[Callable[[], Any]] = [partial(train_step, trainer, batch) for trainer in trainers]
     print("tokens per CPU second                mixture    dense   ratio (95 % interval)")
     print(f"training step                       {measured(sides, int(rows.lengths.sum()), rounds)}", flush=True)
     prompts = build_prompts(NUM_PROMPTS)
-    sides = [partial(generate, build_server(folder), prompts) for folder in folders]
+    for trainer in trainers:
+        trainer.release()
+    servers = [build_server(folders[0])]
+    servers.append(build_server(folders[1], colocate_with=servers[0]))
+    sides = [partial(generate, server, prompts) for server in servers]
     print(f"generation                          {measured(sides, NUM_PROMPTS * NEW_TOKENS, rounds)}", flush=True)
+    for server in servers:
+        server.release()
 
 
 def compare_hybrids(scratch: Path, rounds: int) -> None:
