@@ -2,11 +2,11 @@
 
     python -m benchmarks.sync_memory [--layers 3]
 
-A Qwen3-MoE whose layers have 64 experts (float32, 256 MiB of gate and up projections and 128 MiB of down projections in
-each layer) is trained by two workers with `ep_size=2`, and served by one of them. Every transport makes a sync. Printed
-is the largest memory of all processes during the sync minus their memory before it, also as a share of a block: the
-experts of one layer. Memory is the proportional set size, in which shared memory counts once. A thread reads it every
-few milliseconds.
+A Qwen3-MoE whose layers have 64 experts (float32, 256 MiB of gate and up projections and 128 MiB of down projections
+in each layer) is trained by two workers with `ep_size=2`, and served by a replica on each. Every transport makes a
+sync. Printed is the largest memory of all processes during the sync minus their memory before it, also as a share of
+a block: the experts of one layer. Memory is the proportional set size, in which shared memory counts once. A thread
+reads it every few milliseconds.
 
 The last line is about the conversion to the names of a checkpoint, which has a tensor for each expert, as vLLM, SGLang
 and exports take them: the most memory beside the model's if each tensor is dropped when it was read.
@@ -99,7 +99,7 @@ def main() -> None:
         path = build_mixture_dir(Path(scratch) / "model", "qwen3_moe", num_hidden_layers=asked.layers, **SHAPE)
         gc.collect()
         serve = RliteInferenceEngine(path)
-        serve.build(data_parallel_size=1, max_model_len=16, max_num_seqs=1, dtype="float32")
+        serve.build(data_parallel_size=2, max_model_len=16, max_num_seqs=1, dtype="float32")
         train = RliteTrainEngine(policy_module(path))
         train.build(tensor_parallel_size=2, data_parallel_size=1, ep_size=2, colocate_with=serve)
         processes = sorted({process_of(train, 0), process_of(train, 1), process_of(serve, 0)})
