@@ -392,6 +392,10 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             output = self(input_ids=ids, position_ids=positions, use_cache=False)
         return share.gather_computed(output.logits[0])
 
+    def _unexpanded_logits(self, data: Mapping[str, Any], share: ContextShare) -> Tensor:
+        """Return the logits [U, V] by `compute_logits`, which a class may replace: then nothing is shared and U is T."""
+        return self.compute_logits(data) if share.tree is None else self._computed_logits(data, share)
+
     @contextmanager
     def _routed(self, data: Mapping[str, Any], share: ContextShare, num_own: int) -> Iterator[None]:
         """Replay the pack's `routed_experts` inside of the block; if it is None, record them there.
@@ -446,7 +450,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         own_kept = kept if kept is None or share.is_whole else kept.select(share.own_positions())
         wanted = None if positions is None else share.take_any(positions)
         with logprobs_of(head, share.take(labels), temperature, wanted, own_kept, self.is_deterministic) as answers:
-            output = self._computed_logits(data, share)
+            output = self._unexpanded_logits(data, share)
         if len(answers) != 1 or not answers[0].is_what_became(output, share):
             self._changes_logits = True
             return self._logprobs_of_logits(data, share, labels, temperature, kept)
@@ -456,7 +460,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         self, data: Mapping[str, Any], share: ContextShare, labels: Tensor, temperature: float, kept: KeptIds | None
     ) -> TokenLogprobs:
         """Return log-probabilities and entropies [T] from the logits of all tokens that are computed."""
-        logits = self._computed_logits(data, share)
+        logits = self._unexpanded_logits(data, share)
         if share.tree is not None:
             labels, kept = labels[share.tree.tokens], None if kept is None else kept.select(share.tree.tokens)
         return TokenLogprobs(*map(share.expand, logprobs_of_logits(logits, labels, temperature, kept)))
