@@ -393,7 +393,7 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         return share.gather_computed(output.logits[0])
 
     def _unexpanded_logits(self, data: Mapping[str, Any], share: ContextShare) -> Tensor:
-        """Return the logits [U, V] by `compute_logits`, which a class may replace: then nothing is shared and U is T."""
+        """Return logits [U, V] by `compute_logits`, which a class may replace; nothing is shared then, and U is T."""
         return self.compute_logits(data) if share.tree is None else self._computed_logits(data, share)
 
     @contextmanager
