@@ -83,8 +83,8 @@ static: $(VENV)/.installed  ## formatting, lint, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-core:  ## files that one GRPO step enters, in the order of use
-	@$(PYTHON) -m benchmarks.core_path
+core: $(VENV)/.installed  ## files that one GRPO step enters, in the order of use
+	@$(BIN)/python -m benchmarks.core_path
 
 sloc:  ## source lines of the library: no blanks, comments, docstrings
 	@$(PYTHON) -m benchmarks.sloc
