@@ -160,8 +160,9 @@ def test_muon_updates_each_experts_matrix_as_a_matrix_of_its_own(path: Path) -> 
         alone = torch.nn.Parameter(before[number].clone())
         alone.grad = gradient.clone()
         torch.optim.Muon([alone], lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
-        torch.testing.assert_close(after[number], alone.detach(), atol=2e-4, rtol=0)
-    assert not torch.equal(after, before)
+        update, expected = after[number] - before[number], alone.detach() - before[number]
+        # Muon orthogonalises in bfloat16, whose rounding differs between processors
+        assert (update - expected).norm() < 0.05 * expected.norm()
 
 
 def gate_gradient(path: Path, coef: float, **build: Any) -> tuple[Tensor, dict[str, float]]:
