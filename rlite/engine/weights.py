@@ -63,7 +63,8 @@ def sync_weights(
         The report of the sync.
 
     Raises:
-        ConfigError: `on_inflight` is unknown, or source and target are the same engine.
+        ConfigError: `on_inflight` is unknown, source and target are the same engine, or "gathered" is asked for between
+            different devices.
         ResidencyError: the target has no memory for weights.
         WeightSyncError: a tensor does not match, or arrived weights are not finite.
         WorkerError: a worker was lost that is not replaced.
@@ -72,6 +73,9 @@ def sync_weights(
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
     if target is source:
         raise ConfigError(f"{source.name} cannot be synced with itself")
+    if transport == "gathered" and (apart := set(target.group.devices) - set(source.group.devices)):
+        told = f"transport='gathered': {target.name} has {min(map(str, apart))}, which {source.name} does not have"
+        raise ConfigError(f"{told}. Use 'auto' or 'broadcast', or build both on the same devices (colocate_with)")
     started = time.perf_counter()
     with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
         while True:

@@ -21,7 +21,7 @@ from rlite.runtime.parallel import shared_memory
 from rlite.runtime.parallel.processes import close_store, connect_store, process_identity
 from rlite.runtime.parallel.shards import Box, ParameterShard
 from rlite.runtime.parallel.shared_memory import Arena, DeviceArena, SharedArena, SharedMemoryReader, aligned_bytes
-from rlite.runtime.replicas.workers import SourceWorker, Worker
+from rlite.runtime.replicas.workers import GatheringWorker, SourceWorker, Worker
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -110,26 +110,50 @@ _numbers = itertools.count()
 
 
 @torch.no_grad()
-def share(
-    worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool, readers: Collection[str]
-) -> dict[str, Any]:
+def share(worker: SourceWorker, readers: Collection[str]) -> dict[str, Any]:
     """Return handles by which processes of this machine read this worker's tensors in place.
 
     Args:
         worker: the source worker.
-        names: tensors to share; None is all.
-        is_gathered: first gather each whole tensor from all ranks of the source (a collective). CUDA workers see only
-            their own device, so a target there cannot read another device's shard.
         readers: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On a
             GPU there is at most one: a CUDA IPC handle that is not opened, or that is opened twice, is never freed.
     """
-    shards = worker.served_shards(has_values=not is_gathered)
-    wanted = shards if names is None else names
-    # what is gathered may be a tensor that another rank serves
-    chosen = {name: worker.full_tensor(name) if is_gathered else shards[name].tensor for name in wanted}
+    chosen = {name: shard.tensor for name, shard in worker.served_shards().items()}
     if not readers:
         return {}
     return _own(worker, chosen) if set(readers) == {process_identity()} else _handles(worker, chosen)
+
+
+@torch.no_grad()
+def gather(worker: SourceWorker, places: Mapping[str, Place], readers: Collection[str]) -> dict[str, Any]:
+    """Gather whole tensors from all ranks of the source, and share them; a collective.
+
+    CUDA workers see only their own device, so a target there cannot read another device's shard.
+
+    Args:
+        worker: the source worker.
+        places: the whole tensors, in the dtypes in which they are read.
+        readers: as for `share`. A worker without any takes part, and keeps nothing.
+
+    Returns:
+        Handles as `share` returns them.
+    """
+    worker.served_shards(has_values=False)
+    device = next(iter(worker.parameter_shards().values())).tensor.device if readers else torch.device("meta")
+    is_for_others = bool(readers) and set(readers) != {process_identity()}
+    needed = sum(aligned_bytes(place.shape, place.dtype) for place in places.values())
+    staging = _staging(worker, needed, device) if is_for_others else None
+    whole: dict[str, Tensor] = {}
+    for name, place in places.items():
+        out = staging.empty(place.shape, place.dtype) if staging else None
+        whole[name] = out if out is not None else torch.empty(place.shape, dtype=place.dtype, device=device)
+        if isinstance(worker, GatheringWorker):
+            worker.gather_into(name, whole[name])
+        else:
+            whole[name].copy_(worker.full_tensor(name))
+    if staging is None:
+        return _own(worker, whole) if readers else {}
+    return _shared(staging, whole)
 
 
 def unshare(worker: SourceWorker) -> None:
@@ -156,18 +180,22 @@ def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
         name: worker.arena.handle_of(tensor) if worker.arena else None for name, tensor in chosen.items()
     }
     outside = {name: chosen[name] for name, handle in handles.items() if handle is None}
-    if outside:  # on a GPU, padded by FSDP, changed by the user's hook, or gathered: others can read a copy
-        staging = _staging(worker, outside)
-        for name, tensor in outside.items():
-            handles[name] = staging.handle_of(staging.empty(tensor.shape, tensor.dtype).copy_(tensor))
-        if isinstance(staging, DeviceArena):
-            torch.cuda.synchronize()
+    if outside:  # on a GPU, padded by FSDP, or changed by the user's hook: others can read a copy
+        needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in outside.values())
+        staging = _staging(worker, needed, next(iter(outside.values())).device)
+        copies = {name: staging.empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in outside.items()}
+        handles |= _shared(staging, copies)
     return handles
 
 
-def _staging(worker: SourceWorker, tensors: dict[str, Tensor]) -> SharedArena | DeviceArena:
-    needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values())
-    device = next(iter(tensors.values())).device
+def _shared(staging: SharedArena | DeviceArena, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the handles of tensors in staging memory, after everything is written."""
+    if isinstance(staging, DeviceArena):
+        torch.cuda.synchronize()
+    return {name: staging.handle_of(tensor) for name, tensor in tensors.items()}
+
+
+def _staging(worker: SourceWorker, needed: int, device: torch.device) -> SharedArena | DeviceArena:
     if not isinstance(worker.staged, SharedArena | DeviceArena) or worker.staged.nbytes < needed:
         worker.staged = None  # before its successor is allocated
         worker.staged = SharedArena(needed) if device.type == "cpu" else DeviceArena(needed, device)

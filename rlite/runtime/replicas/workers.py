@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -68,6 +68,17 @@ class SourceWorker(Worker, Protocol):
 
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor whole. A collective of all ranks."""
+
+
+@runtime_checkable
+class GatheringWorker(SourceWorker, Protocol):
+    """A source that gathers a tensor where another process reads it, without a whole copy of its own."""
+
+    def gather_into(self, name: str, out: Tensor) -> None:
+        """Write a served tensor whole into `out`, converted to its dtype. A collective of all ranks.
+
+        A rank whose `out` is on meta takes part, and keeps nothing.
+        """
 
 
 @dataclass(frozen=True)
