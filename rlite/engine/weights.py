@@ -132,7 +132,8 @@ class Sync:
         workers = [*((source, rank) for rank in range(len(source))), *((target, rank) for rank in self._ranks)]
         processes = {group.handles[rank].process for group, rank in workers}
         is_shared = may_share and len(processes) > 1 and can_share_memory() and source.devices[0].kind == "cpu"
-        flags = {source: (True, is_shared), target: (False, False)}
+        is_near = {target.devices[rank] for rank in self._ranks} <= set(source.devices)
+        flags = {source: (True, is_shared, is_near), target: (False, False, is_near)}
         calls = [(group, rank, (group.key(rank),), flags[group]) for group, rank in workers]
         return apply_on_processes(calls, describe, groups, "describe weights", source.call_timeout)
 

@@ -301,7 +301,7 @@ def test_devices_without_a_source_are_refused_before_weights_are_gathered(
     engines: Engines, models: dict[str, Path]
 ) -> None:
     train, serve = engines.train(models["llama"]), engines.serve(models["llama"], colocate_with=None)
-    with pytest.raises(ConfigError, match="transport='gathered': .* has .*cpu:1, which .* does not have. Use 'auto'"):
+    with pytest.raises(ConfigError, match=r"transport='gathered': .* has .*cpu:1, which .* does not have. Use 'auto'"):
         sync_weights(train, serve, "continue", verify_checksums=False, transport="gathered")
     assert serve.generate(PROMPTS[:1], GREEDY), "the old weights still serve"
 

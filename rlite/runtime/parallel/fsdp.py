@@ -17,10 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._utils import (
-    _compute_local_shape_and_global_offset,
-    compute_local_shape_and_global_offset,
-)
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from rlite.errors import ConfigError
@@ -353,7 +350,7 @@ def _local_offset(
     shape: torch.Size, mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
     """Return where the block of the rank at `coordinate` of the mesh begins."""
-    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
+    return tuple(_compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)[1])
 
 
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> SharedArena | None:

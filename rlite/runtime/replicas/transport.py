@@ -21,7 +21,7 @@ from rlite.runtime.parallel import shared_memory
 from rlite.runtime.parallel.processes import close_store, connect_store, process_identity
 from rlite.runtime.parallel.shards import Box, ParameterShard
 from rlite.runtime.parallel.shared_memory import Arena, DeviceArena, SharedArena, SharedMemoryReader, aligned_bytes
-from rlite.runtime.replicas.workers import GatheringWorker, SourceWorker, Worker
+from rlite.runtime.replicas.workers import GatheringWorker, SourceWorker, StagingWorker, Worker
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -69,15 +69,18 @@ class Piece:
 
 
 @torch.no_grad()
-def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) -> Layout:
+def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool, is_near: bool = False) -> Layout:
     """Return the places that a source offers or a target receives.
 
     Args:
         worker: the worker to describe.
         is_source: whether the worker is a source.
         is_shared: add handles to the places of a source.
+        is_near: the source has the devices of all targets.
     """
     source = cast(SourceWorker, worker)
+    if not is_source and isinstance(worker, StagingWorker):
+        worker.stage(is_near)
     shards = source.served_shards(has_values=is_shared) if is_source else worker.parameter_shards()
     return Layout(
         places={

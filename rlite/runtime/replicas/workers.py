@@ -48,6 +48,14 @@ class Worker(Protocol):
         """Return the bytes that this worker holds, by part: weights, kv_cache, optimizer."""
 
 
+@runtime_checkable
+class StagingWorker(Worker, Protocol):
+    """A target whose `parameter_shards` are memory on the way into another program."""
+
+    def stage(self, is_near: bool) -> None:
+        """Begin a sync with unwritten memory. `is_near` says that the weights come from devices of this engine."""
+
+
 class SourceWorker(Worker, Protocol):
     """A worker that can be the source of a weight sync."""
 
