@@ -42,7 +42,7 @@ from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import close_store, connect_store, open_store, subgroup
 from rlite.runtime.parallel.shards import ParameterShard
-from rlite.runtime.parallel.shared_memory import Arena, aligned_bytes, renumbered
+from rlite.runtime.parallel.shared_memory import renumbered
 from rlite.runtime.replicas.workers import Part
 
 BUCKET_BYTES = 256 * 2**20
@@ -65,7 +65,7 @@ class Bucket(NamedTuple):
 def make_buckets(
     parameters: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     most_bytes: int = BUCKET_BYTES,
-    arena: Arena | None = None,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> list[Bucket]:
     """Return buckets of at most `most_bytes` bytes; a larger parameter travels alone.
 
@@ -74,7 +74,7 @@ def make_buckets(
     Args:
         parameters: types and shapes by name.
         most_bytes: the limit.
-        arena: memory for the buckets, which may need `ALIGNMENT` more bytes for each; None takes fresh host memory.
+        empty: returns unwritten memory for each bucket, from a shape and a dtype.
     """
     groups: list[list[SimpleNamespace]] = []
     for name, (dtype, shape) in sorted(parameters.items(), key=lambda item: -item[1][0].itemsize):
@@ -84,7 +84,6 @@ def make_buckets(
         start = groups[-1][-1].end_idx if groups[-1] else 0
         place = {"start_idx": start, "end_idx": start + nbytes, "numel": nbytes}  # counted in bytes
         groups[-1].append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
-    empty = torch.empty if arena is None else arena.empty
     return [Bucket(empty((parts[-1].end_idx,), dtype=torch.uint8), parts) for parts in groups]
 
 
@@ -110,7 +109,9 @@ def stored_buckets(buckets: list[Bucket], conversion: Conversion) -> Iterator[Bu
 
 
 def _filled(tensors: Mapping[str, Tensor]) -> Iterator[Bucket]:
-    for bucket in make_buckets({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}):
+    parameters = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    empty = partial(torch.empty, device=next((each.device for each in tensors.values()), None))
+    for bucket in make_buckets(parameters, empty=empty):
         for name, shard in bucket.shards().items():
             shard.tensor.copy_(tensors[name])
         yield bucket
@@ -279,8 +280,7 @@ class SglangWorker:
         config = load_config(path)
         dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
         self._parameters = held_tensors(meta_model(config, dtype))
-        needed = sum(aligned_bytes(shape, dtype) for dtype, shape in self._parameters.values())
-        self._staging = Staging(self._device, needed)
+        self._staging = Staging(self._device, self._parameters)
         text = config.get_text_config()
         longest = options.max_model_len or text.max_position_embeddings
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
@@ -375,12 +375,10 @@ class SglangWorker:
         if self._endpoint is not None:
             self._stored.check_syncable()
             self._buckets = []  # what a failed sync has left
-            self._buckets = make_buckets(self._parameters, arena=self._staging.begin(is_near))
+            self._buckets = make_buckets(self._parameters, empty=self._staging.begin(is_near).empty)
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return staging memory for all parameters. `weights_changed` sends it to the server."""
-        if not self._buckets:
-            self.stage(is_near=False)
+        """Return staging memory for all parameters during a sync. `weights_changed` sends it to the server."""
         return {name: shard for bucket in self._buckets for name, shard in bucket.shards().items()}
 
     def weights_changed(self, version: int) -> None:

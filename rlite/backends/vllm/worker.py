@@ -31,7 +31,7 @@ from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
-from rlite.runtime.parallel.shared_memory import DeviceArena, SharedArena, aligned_bytes
+from rlite.runtime.parallel.shared_memory import DeviceArena, SharedArena
 from rlite.runtime.parallel.tensor import attention_shape
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
 from rlite.runtime.replicas.workers import Part, RankChoice
@@ -81,8 +81,7 @@ class VllmWorker:
             told = f"vLLM does not compute in the checkpoint's {self._dtype}; give dtype= one of {DTYPES}"
             raise ConfigError(f"{path}: {told}")
         self._held = held_tensors(meta_model(self._config, getattr(torch, self._dtype)))
-        needed = sum(aligned_bytes(shape, dtype) for dtype, shape in self._held.values())
-        self._staging = Staging(torch.device(context.torch_device), needed, reader_index=0)
+        self._staging = Staging(torch.device(context.torch_device), self._held, reader_index=0)
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -183,10 +182,8 @@ class VllmWorker:
         self._handed_on = arena, shards
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return staging tensors of all parameters and stored buffers on the first rank, and nothing on the others."""
-        if self._is_first and self._handed_on is None:
-            self.stage(is_near=False)
-        return self._handed_on[1] if self._handed_on is not None else {}
+        """Return staging tensors of all parameters and stored buffers during a sync, on the first rank alone."""
+        return {} if self._handed_on is None else self._handed_on[1]
 
     def weights_changed(self, version: int) -> None:
         """Let vLLM read the staging tensors."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -144,19 +145,16 @@ def gather(worker: SourceWorker, places: Mapping[str, Place], readers: Collectio
     worker.served_shards(has_values=False)
     device = next(iter(worker.parameter_shards().values())).tensor.device if readers else torch.device("meta")
     is_for_others = bool(readers) and set(readers) != {process_identity()}
-    needed = sum(aligned_bytes(place.shape, place.dtype) for place in places.values())
-    staging = _staging(worker, needed, device) if is_for_others else None
-    whole: dict[str, Tensor] = {}
-    for name, place in places.items():
-        out = staging.empty(place.shape, place.dtype) if staging else None
-        whole[name] = out if out is not None else torch.empty(place.shape, dtype=place.dtype, device=device)
+    empty = _staging(worker, places, device).empty if is_for_others else partial(torch.empty, device=device)
+    whole: dict[str, Tensor] = {name: empty(place.shape, dtype=place.dtype) for name, place in places.items()}
+    for name, out in whole.items():
         if isinstance(worker, GatheringWorker):
-            worker.gather_into(name, whole[name])
+            worker.gather_into(name, out)
         else:
-            whole[name].copy_(worker.full_tensor(name))
-    if staging is None:
-        return _own(worker, whole) if readers else {}
-    return _shared(staging, whole)
+            out.copy_(worker.full_tensor(name))
+    if is_for_others:
+        return _shared(worker.staged, whole)
+    return _own(worker, whole) if readers else {}
 
 
 def unshare(worker: SourceWorker) -> None:
@@ -184,8 +182,7 @@ def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
     }
     outside = {name: chosen[name] for name, handle in handles.items() if handle is None}
     if outside:  # on a GPU, padded by FSDP, or changed by the user's hook: others can read a copy
-        needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in outside.values())
-        staging = _staging(worker, needed, next(iter(outside.values())).device)
+        staging = _staging(worker, outside, next(iter(outside.values())).device)
         copies = {name: staging.empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in outside.items()}
         handles |= _shared(staging, copies)
     return handles
@@ -198,7 +195,11 @@ def _shared(staging: SharedArena | DeviceArena, tensors: Mapping[str, Tensor]) -
     return {name: staging.handle_of(tensor) for name, tensor in tensors.items()}
 
 
-def _staging(worker: SourceWorker, needed: int, device: torch.device) -> SharedArena | DeviceArena:
+def _staging(
+    worker: SourceWorker, tensors: Mapping[str, Tensor | Place], device: torch.device
+) -> SharedArena | DeviceArena:
+    """Return memory for copies of tensors, which other processes can read."""
+    needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values())
     if not isinstance(worker.staged, SharedArena | DeviceArena) or worker.staged.nbytes < needed:
         worker.staged = None  # before its successor is allocated
         worker.staged = SharedArena(needed) if device.type == "cpu" else DeviceArena(needed, device)

@@ -66,10 +66,10 @@ def test_buckets_are_converted_if_tensors_have_other_forms_under_the_same_names(
 
 def test_buckets_of_one_memory_hold_what_others_hold_and_travel_one_by_one() -> None:
     parameters = {f"matrix.{number}": (torch.float32, (64, 64)) for number in range(4)}
-    staging = Staging(torch.device("cpu"), 4 * 64 * 64 * 4)
+    staging = Staging(torch.device("cpu"), parameters)
     addresses = set()
     for _ in range(3):
-        buckets = make_buckets(parameters, 64 * 64 * 4, staging.begin(is_near=True))
+        buckets = make_buckets(parameters, 64 * 64 * 4, staging.begin(is_near=True).empty)
         addresses.add(tuple(bucket.flat.data_ptr() for bucket in buckets))
         assert len(buckets) == 4
         assert len(serialized(buckets[0].flat, buckets[0])) < 2 * len(buckets[0].flat)
