@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ SHAPES = [(8, 4), (7, 6), (1, 4), (5, 3, 2)]
 
 
 def gather_everything(rank: int, file: str) -> None:
+    warnings.simplefilter("error")  # torch renames its collectives
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (2, 2))
     for name, layout in LAYOUTS.items():

@@ -22,7 +22,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.runtime.parallel.processes import subgroup
+from rlite.runtime.parallel.processes import all_gather_into, subgroup
 from rlite.runtime.parallel.shards import Box, ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 
@@ -316,7 +316,7 @@ GATHERED_BYTES = 2**24
 def _all_gather(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks, one after another."""
     received = sent.new_empty(dist.get_world_size(group) * sent.numel())
-    dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=group)  # gloo lacks dtypes
+    all_gather_into(received.view(torch.uint8), sent.view(torch.uint8), group=group)  # gloo lacks dtypes
     return received
 
 
