@@ -63,7 +63,8 @@ def sync_weights(
         The report of the sync.
 
     Raises:
-        ConfigError: `on_inflight` is unknown, or source and target are the same engine.
+        ConfigError: `on_inflight` is unknown, source and target are the same engine, or "gathered" is asked for between
+            different devices.
         ResidencyError: the target has no memory for weights.
         WeightSyncError: a tensor does not match, or arrived weights are not finite.
         WorkerError: a worker was lost that is not replaced.
@@ -72,6 +73,9 @@ def sync_weights(
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
     if target is source:
         raise ConfigError(f"{source.name} cannot be synced with itself")
+    if transport == "gathered" and (apart := set(target.group.devices) - set(source.group.devices)):
+        told = f"transport='gathered': {target.name} has {min(map(str, apart))}, which {source.name} does not have"
+        raise ConfigError(f"{told}. Use 'auto' or 'broadcast', or build both on the same devices (colocate_with)")
     started = time.perf_counter()
     with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
         while True:
@@ -128,7 +132,8 @@ class Sync:
         workers = [*((source, rank) for rank in range(len(source))), *((target, rank) for rank in self._ranks)]
         processes = {group.handles[rank].process for group, rank in workers}
         is_shared = may_share and len(processes) > 1 and can_share_memory() and source.devices[0].kind == "cpu"
-        flags = {source: (True, is_shared), target: (False, False)}
+        is_near = {target.devices[rank] for rank in self._ranks} <= set(source.devices)
+        flags = {source: (True, is_shared, is_near), target: (False, False, is_near)}
         calls = [(group, rank, (group.key(rank),), flags[group]) for group, rank in workers]
         return apply_on_processes(calls, describe, groups, "describe weights", source.call_timeout)
 

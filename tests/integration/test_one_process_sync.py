@@ -19,7 +19,7 @@ from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.processes import process_identity
 from rlite.runtime.parallel.shared_memory import SharedMemoryReader
 from rlite.runtime.replicas.engine import Engine
-from rlite.runtime.replicas.transport import OwnTensor, open_handle, share
+from rlite.runtime.replicas.transport import OwnTensor, Place, gather, open_handle, share
 from tests.integration.modules import POLICIES, on_meta
 
 
@@ -41,7 +41,7 @@ def on_worker(engine: Engine, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def test_a_reader_in_the_same_process_gets_the_tensors_themselves(engines: tuple[RliteTrainEngine, Any]) -> None:
-    handles = on_worker(engines[0], share, None, False, [process_identity()])
+    handles = on_worker(engines[0], share, [process_identity()])
     held = on_worker(engines[0], lambda worker: {n: s.tensor.data_ptr() for n, s in worker.parameter_shards().items()})
     assert {type(handle) for handle in handles.values()} == {OwnTensor}
     assert {name: open_handle(handle, SharedMemoryReader()).data_ptr() for name, handle in handles.items()} == held
@@ -49,7 +49,9 @@ def test_a_reader_in_the_same_process_gets_the_tensors_themselves(engines: tuple
 
 
 def test_tensors_without_a_reader_are_not_shared(engines: tuple[RliteTrainEngine, Any]) -> None:
-    assert on_worker(engines[0], share, None, True, []) == {}
+    place = Place(torch.float32, (0,), (64,), (64,))
+    assert on_worker(engines[0], share, []) == {}
+    assert on_worker(engines[0], gather, {"model.norm.weight": place}, []) == {}
     assert on_worker(engines[0], lambda worker: worker.staged) is None
 
 

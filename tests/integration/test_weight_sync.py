@@ -280,6 +280,32 @@ def test_replicas_gather_for_targets_on_all_of_their_devices(engines: Engines, m
     assert_holds(serve, train.state_dict())
 
 
+def staged_bytes(engine: Engine) -> list[int]:
+    """Bytes of memory in which each source worker offers copies to others."""
+    group = engine.group
+    calls = [(group, rank, (group.key(rank),), ()) for rank in range(len(group))]
+    return apply_on_processes(calls, lambda worker: getattr(worker.staged, "nbytes", 0), [group], "look", 60)
+
+
+def test_gathered_weights_are_staged_once_in_the_dtype_of_their_readers(
+    engines: Engines, models: dict[str, Path]
+) -> None:
+    train, serve = engines.train(models["qwen2"], size=2), engines.serve(models["qwen2"], dtype="bfloat16")
+    sync_weights(train, serve, "continue", verify_checksums=True, transport="gathered")
+    weights = sum(tensor.numel() for tensor in train.state_dict().values())
+    staged = staged_bytes(train)
+    assert max(staged) < 1.1 * 2 * weights, "two bytes for each weight, some of them for alignment"
+
+
+def test_devices_without_a_source_are_refused_before_weights_are_gathered(
+    engines: Engines, models: dict[str, Path]
+) -> None:
+    train, serve = engines.train(models["llama"]), engines.serve(models["llama"], colocate_with=None)
+    with pytest.raises(ConfigError, match=r"transport='gathered': .* has .*cpu:1, which .* does not have. Use 'auto'"):
+        sync_weights(train, serve, "continue", verify_checksums=False, transport="gathered")
+    assert serve.generate(PROMPTS[:1], GREEDY), "the old weights still serve"
+
+
 @pytest.mark.parametrize("transport", ["shared", "broadcast"])
 def test_weights_reach_a_process_that_hosts_no_source(
     engines: Engines, models: dict[str, Path], transport: Transport
@@ -307,10 +333,13 @@ def test_a_train_engine_takes_weights_too(engines: Engines, uneven: Path, source
     assert torch.equal(source.state_dict()["model.norm.weight"], expected["model.norm.weight"])
 
 
-def test_weights_are_converted_to_the_targets_dtype(engines: Engines, models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("transport", ["shared", "broadcast", "gathered"])
+def test_weights_are_converted_to_the_targets_dtype(
+    engines: Engines, models: dict[str, Path], transport: Transport
+) -> None:
     train, serve = engines.train(models["qwen2"], size=2), engines.serve(models["qwen2"], dtype="bfloat16")
     train_a_little(train, 1)
-    train.p2p_weight_sync(serve, verify_checksums=True)
+    sync_weights(train, serve, "continue", verify_checksums=True, transport=transport)
     assert_holds(serve, train.state_dict())
     assert serve.memory_bytes()[0]["weights"] * 2 == sum(t.nbytes for t in train.state_dict().values())
 

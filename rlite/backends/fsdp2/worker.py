@@ -299,10 +299,10 @@ class Fsdp2Worker(BatchRunner):
 
     def aliases(self) -> dict[str, str]:
         """Return the other served names of tied tensors; see `SourceWorker.aliases`."""
-        first = {id(p): name for name, p in self.module.named_parameters()}
+        first: dict[int, str] = {}
         further: dict[str, str] = {}
         for name, p in self.module.named_parameters(remove_duplicate=False):
-            if name != first[id(p)]:
+            if name != first.setdefault(id(p), name):
                 names, tensor = (name, first[id(p)]), fsdp.local_tensor(p.detach())
                 other, own = (self.module.postprocess_named_parameter(n, tensor) for n in names)
                 if other is not None and own is not None:
@@ -311,14 +311,26 @@ class Fsdp2Worker(BatchRunner):
 
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor, gathered whole; see `SourceWorker.full_tensor`. Call `served_shards` first."""
+        whole, block = self._served(name)
+        out = block.new_empty(whole.shape)
+        fsdp.gather_into(out, block, whole)
+        return out
+
+    def gather_into(self, name: str, out: Tensor) -> None:
+        """Write a served tensor whole; see `GatheringWorker.gather_into`. Call `served_shards` first."""
+        whole, block = self._served(name)
+        fsdp.gather_into(out, block, whole)
+
+    def _served(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return a parameter with the value that leaves, and this rank's box of it after the module's hook."""
         own = self._own_names[name]
         owner, _, attribute = own.rpartition(".")
         if (buffer := self.module.get_submodule(owner)._buffers.get(attribute)) is not None:
-            return buffer
-        parameter = self.module.served_parameter(own, self.module.get_parameter(own))
-        out = self.module.postprocess_named_parameter(own, fsdp.full_tensor(parameter))
+            return buffer, buffer
+        whole = self.module.served_parameter(own, self.module.get_parameter(own))
+        out = self.module.postprocess_named_parameter(own, fsdp.local_tensor(whole.detach()))
         assert out is not None  # else it were not served
-        return out[1]
+        return whole, out[1]
 
     def export_values(self) -> dict[str, tuple[tuple[slice, ...], tuple[int, ...], Tensor]]:
         """Return copies of this rank's served boxes on CPU: name -> (box, global shape, values)."""

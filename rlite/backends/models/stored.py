@@ -14,6 +14,7 @@ from hashlib import sha256
 from logging import getLogger
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -56,9 +57,15 @@ def held_tensors(model: nn.Module) -> dict[str, tuple[torch.dtype, Shape]]:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
+_buffer_names: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+"""names of each model's stored buffers: most models have none, and a search visits all modules at every weight sync"""
+
+
 def buffer_shards(model: nn.Module) -> dict[str, ParameterShard]:
-    """Return the stored buffers, which every rank holds whole."""
-    buffers = stored_buffers(model).items()
+    """Return the stored buffers, which every rank holds whole. The first call for a model looks for their names."""
+    if (names := _buffer_names.get(model)) is None:
+        names = _buffer_names[model] = list(stored_buffers(model))
+    buffers = ((name, model.get_buffer(name)) for name in names)
     return {name: ParameterShard(held, (0,) * held.dim(), tuple(held.shape)) for name, held in buffers}
 
 

@@ -2,7 +2,7 @@
 
 The first rank of a replica does this. The other ranks hold the devices of SGLang's own processes.
 
-Weights on their way to a server: staged in host memory by weight sync, then sent bucket by bucket.
+Weights on their way to a server: staged in memory of this worker by weight sync, then sent bucket by bucket.
 
 SGLang takes a bucket as one flat tensor with the names, types and shapes of its parts ("flattened_bucket"). The
 flat tensor travels in the request, by CUDA IPC on a GPU, or by a broadcast in a process group.
@@ -35,12 +35,14 @@ from rlite.backends.models.conversion import Conversion
 from rlite.backends.models.expressions import Leaf
 from rlite.backends.models.replay import routing_table
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
+from rlite.backends.serving.staging import Staging
 from rlite.backends.sglang.server import ROUTING, CallRefused, Endpoint, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import close_store, connect_store, open_store, subgroup
 from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.parallel.shared_memory import renumbered
 from rlite.runtime.replicas.workers import Part
 
 BUCKET_BYTES = 256 * 2**20
@@ -48,7 +50,7 @@ FORMAT = "flattened_bucket"
 
 
 class Bucket(NamedTuple):
-    """Parameters that travel together: views of one flat tensor of bytes in host memory, without gaps."""
+    """Parameters that travel together: views of one flat tensor of bytes, without gaps."""
 
     flat: Tensor
     parts: list[SimpleNamespace]
@@ -61,11 +63,18 @@ class Bucket(NamedTuple):
 
 
 def make_buckets(
-    parameters: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], most_bytes: int = BUCKET_BYTES
+    parameters: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    most_bytes: int = BUCKET_BYTES,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> list[Bucket]:
     """Return buckets of at most `most_bytes` bytes; a larger parameter travels alone.
 
     SGLang expects no gaps, so wide types come first and every parameter is aligned.
+
+    Args:
+        parameters: types and shapes by name.
+        most_bytes: the limit.
+        empty: returns unwritten memory for each bucket, from a shape and a dtype.
     """
     groups: list[list[SimpleNamespace]] = []
     for name, (dtype, shape) in sorted(parameters.items(), key=lambda item: -item[1][0].itemsize):
@@ -75,14 +84,14 @@ def make_buckets(
         start = groups[-1][-1].end_idx if groups[-1] else 0
         place = {"start_idx": start, "end_idx": start + nbytes, "numel": nbytes}  # counted in bytes
         groups[-1].append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
-    return [Bucket(torch.empty(parts[-1].end_idx, dtype=torch.uint8), parts) for parts in groups]
+    return [Bucket(empty((parts[-1].end_idx,), dtype=torch.uint8), parts) for parts in groups]
 
 
 def stored_buckets(buckets: list[Bucket], conversion: Conversion) -> Iterator[Bucket]:
     """Yield buckets of the tensors that the server's checkpoint has, made of those that weight sync has written.
 
     Args:
-        buckets: buckets of parameters. Each is forgotten when its tensors have been read.
+        buckets: buckets of parameters.
         conversion: conversion of parameters into stored tensors.
     """
     forms = ((name, form) for group in conversion.groups for name, form in group.stored.items())
@@ -100,7 +109,9 @@ def stored_buckets(buckets: list[Bucket], conversion: Conversion) -> Iterator[Bu
 
 
 def _filled(tensors: Mapping[str, Tensor]) -> Iterator[Bucket]:
-    for bucket in make_buckets({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}):
+    parameters = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    empty = partial(torch.empty, device=next((each.device for each in tensors.values()), None))
+    for bucket in make_buckets(parameters, empty=empty):
         for name, shard in bucket.shards().items():
             shard.tensor.copy_(tensors[name])
         yield bucket
@@ -149,7 +160,8 @@ def serialized(flat: Tensor, bucket: Bucket) -> str:
         bucket: the bucket.
     """
     buffer = io.BytesIO()
-    _Pickler(buffer).dump({"flattened_tensor": flat, "metadata": bucket.parts})
+    own = flat if flat.is_cuda else flat.clone()  # a view is pickled with all the memory that it is a part of
+    _Pickler(buffer).dump({"flattened_tensor": own, "metadata": bucket.parts})
     return base64.b64encode(buffer.getbuffer()).decode()
 
 
@@ -162,9 +174,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.device.type == "cpu":
             return NotImplemented
-        rebuild, arguments = reductions.reduce_tensor(value)
         uuid = str(torch.cuda.get_device_properties(value.device).uuid)
-        return rebuild, (*arguments[:6], uuid, *arguments[7:])  # the seventh is the index of the GPU
+        return renumbered(reductions.reduce_tensor(value), uuid)
 
 
 @dataclass
@@ -269,6 +280,7 @@ class SglangWorker:
         config = load_config(path)
         dtype = getattr(torch, options.dtype) if options.dtype else stored_dtype(path, config)
         self._parameters = held_tensors(meta_model(config, dtype))
+        self._staging = Staging(self._device, self._parameters)
         text = config.get_text_config()
         longest = options.max_model_len or text.max_position_embeddings
         server = self._attach(config.model_type) if options.addresses else self._start(devices, dtype, longest)
@@ -354,17 +366,19 @@ class SglangWorker:
         """The checkpoint, whose names the engine knows."""
         return StoredCheckpoint(meta_model(load_config(self._path)), self._path)
 
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return staging memory on the host for all parameters. `weights_changed` sends it to the server.
+    def stage(self, is_near: bool) -> None:
+        """Begin a sync with unwritten memory; see `StagingWorker.stage`.
 
         Raises:
             WeightSyncError: the server has a quantised checkpoint.
         """
-        if self._endpoint is None:
-            return {}
-        if not self._buckets:
+        if self._endpoint is not None:
             self._stored.check_syncable()
-            self._buckets = make_buckets(self._parameters)
+            self._buckets = []  # what a failed sync has left
+            self._buckets = make_buckets(self._parameters, empty=self._staging.begin(is_near).empty)
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return staging memory for all parameters during a sync. `weights_changed` sends it to the server."""
         return {name: shard for bucket in self._buckets for name, shard in bucket.shards().items()}
 
     def weights_changed(self, version: int) -> None:
@@ -380,18 +394,20 @@ class SglangWorker:
             return
         if self._buckets:
             self._sender = sender = self._sender or self._make_sender()
-            buckets, self._buckets = self._buckets, []
             call = partial(self._endpoint.call, body={}, timeout=sender.timeout)
             try:
                 call("/begin_weight_update")
                 try:
-                    for bucket in stored_buckets(buckets, self._stored.conversion):
+                    for bucket in stored_buckets(self._buckets, self._stored.conversion):
                         sender.send(bucket)
                 finally:
+                    self._buckets = []
                     call("/end_weight_update")
                 call("/flush_cache")  # of the old weights
             except CallRefused as error:
                 raise WeightSyncError(str(error)) from error
+            del bucket
+            self._staging.end()
         self.set_version(version)
 
     def _make_sender(self) -> Sender:
@@ -439,10 +455,16 @@ class SglangWorker:
             ConfigError: an attached server would lose its weights.
         """
         self._need("enable_weights_cpu_backup", "and would lose its weights in cpu(). Use meta(), or")
-        self.to_meta()
+        self._release()
 
     def to_meta(self) -> None:
         """Free the server's weights and KV cache on the device. SGLang keeps a copy of the weights on the host."""
+        self._release()
+        self._buckets = []
+        if self._endpoint is not None:
+            self._staging.free()
+
+    def _release(self) -> None:
         if there := [part for part in PARTS if part in self._on_device]:
             self._move("/release_memory_occupation", there)
             self._on_device.difference_update(there)

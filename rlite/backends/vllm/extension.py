@@ -105,6 +105,8 @@ class WorkerExtension:
         if (missing := sorted(expected - loaded)) and self.model_config.quantization is None:
             raise WeightSyncError(f"vLLM did not load {missing[:5]} ({len(missing)} of {len(expected)} parameters)")
         _repack_tied_head(model)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the next sync writes into the same memory
 
     # -- memory of the KV cache, where vLLM has no sleep mode ----------------------------------------------------
 
@@ -152,7 +154,8 @@ class RequestSampler(Sampler):
             return super().forward(logits, sampling_metadata, *args, **kwargs)
         lengths = rows.num_tokens_no_spec[: len(rows.req_ids)].tolist()
         batch = self._sampling(rows.req_ids, lengths, logits)
-        positions = torch.tensor(lengths, device=logits.device)
+        # from pageable memory the copy would wait for the forward pass
+        positions = torch.tensor(lengths, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
         tokens, whole, kept, kept_ids = sample(logits, batch, uniforms(batch.seeds, positions))
         columns = torch.stack([tokens, (tokens + 1) % logits.shape[1]], 1)
         if kept_ids is not None:

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.runtime.parallel.prefix_tree import PrefixTree, select_rows
+from rlite.runtime.parallel.processes import all_gather_into
 
-# their names since torch 2.13
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# its name since torch 2.13
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -101,7 +101,7 @@ def pad_to_multiple(x: Tensor, multiple: int, dim: int) -> Tensor:
 def _all_gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     rows = x.movedim(dim, 0).contiguous()
     out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    _gather_into(out, rows, group=group)
+    all_gather_into(out, rows, group=group)
     return _moved(out, dim)
 
 

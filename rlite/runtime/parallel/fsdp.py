@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -15,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.runtime.parallel.processes import subgroup
-from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.parallel.processes import all_gather_into, subgroup
+from rlite.runtime.parallel.shards import Box, ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 
 
@@ -272,6 +274,68 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return whole.to_local()
 
 
+@torch.no_grad()
+def gather_into(out: Tensor, block: Tensor, parameter: Tensor) -> None:
+    """Write a whole tensor on every rank; a collective of the ranks that share `parameter`.
+
+    Some rows of every rank's block travel at a time, in the dtype of `out`. Beside `out` this takes twice
+    `GATHERED_BYTES`, or the memory of two rows of every block.
+
+    Args:
+        out: receives the tensor, in the parameter's shape and any dtype. On meta nothing is written.
+        block: this rank's block, which may differ from the parameter's own in its values and its dtype.
+        parameter: a DTensor with the placement of the blocks, or another tensor that each rank has whole.
+    """
+    axes = []
+    if isinstance(parameter, DTensor):
+        axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if not axes:
+        out.copy_(block)
+        return
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    coordinate = tuple(mesh.get_coordinate() or ())
+    places = [out[box] for box in _boxes(parameter.shape, mesh, coordinate, parameter.placements)]  # type: ignore[attr-defined]
+    width = max(1, *(prod(place.shape[1:]) for place in places))
+    most = max(len(place) for place in places)
+    num = min(most, max(1, GATHERED_BYTES // (len(places) * width * out.itemsize)))
+    for start in range(0, most, num):
+        rows = block[start : start + num]
+        sent = torch.empty(num * width, dtype=out.dtype, device=block.device)
+        sent[: rows.numel()].view(rows.shape).copy_(rows)
+        for axis in reversed(axes):
+            sent = _all_gather(sent, mesh.get_group(axis))
+        for place, received in zip(places, sent.view(len(places), -1), strict=True):
+            into = place[start : start + num]
+            into.copy_(received[: into.numel()].view(into.shape))
+
+
+GATHERED_BYTES = 2**24
+"""most bytes of a tensor that `gather_into` receives at a time"""
+
+
+def _all_gather(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks, one after another."""
+    received = sent.new_empty(dist.get_world_size(group) * sent.numel())
+    all_gather_into(received.view(torch.uint8), sent.view(torch.uint8), group=group)  # gloo lacks dtypes
+    return received
+
+
+@lru_cache(maxsize=4096)
+def _boxes(
+    shape: torch.Size, mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+) -> list[Box]:
+    """Return the box of each block of a tensor, in the order of the mesh.
+
+    Of ranks that hold the same block, the ones at `coordinate` count.
+    """
+    axes = zip(coordinate, placements, mesh.shape, strict=True)
+    ranks = [[own] if placement.is_replicate() else range(size) for own, placement, size in axes]
+    found = [
+        _compute_local_shape_and_global_offset(shape, mesh.shape, list(each), placements) for each in product(*ranks)
+    ]
+    return [tuple(slice(o, o + n) for n, o in zip(*block, strict=True)) for block in found]
+
+
 def local_shard(parameter: Tensor) -> ParameterShard:
     """Return the part of a parameter that this rank holds; it shares the parameter's memory."""
     if not isinstance(parameter, DTensor):
@@ -286,7 +350,7 @@ def _local_offset(
     shape: torch.Size, mesh: DeviceMesh, coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
     """Return where the block of the rank at `coordinate` of the mesh begins."""
-    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
+    return tuple(_compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)[1])
 
 
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> SharedArena | None:

@@ -52,15 +52,26 @@ def _host_bytes(num: int, is_pinned: bool) -> Tensor:
     memory = np.empty(num + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     if is_pinned:
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.size, PORTABLE))
-        if error:
-            logger.warning("%d bytes of host memory could not be pinned (CUDA error %d): copies are slower", num, error)
-            with suppress(RuntimeError):  # CUDA reports it a second time, at the next launch
-                torch.zeros(1, device="cuda")
-        else:
-            unpin = weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.ctypes.data)
-            unpin.atexit = False  # CUDA may be gone by then
+        pin(memory, memory.ctypes.data, memory.size)
     return torch.from_numpy(memory[start : start + num])
+
+
+def pin(owner: object, address: int, num: int) -> None:
+    """Pin host memory for as long as its owner lives. If CUDA refuses, copies are slower, and the log says so.
+
+    Args:
+        owner: the object that holds the memory.
+        address: where the memory begins.
+        num: its bytes.
+    """
+    error = int(torch.cuda.cudart().cudaHostRegister(address, num, PORTABLE))
+    if error:
+        logger.warning("%d bytes of host memory could not be pinned (CUDA error %d): copies are slower", num, error)
+        with suppress(RuntimeError):  # CUDA reports it a second time, at the next launch
+            torch.zeros(1, device="cuda")
+    else:
+        unpin = weakref.finalize(owner, torch.cuda.cudart().cudaHostUnregister, address)
+        unpin.atexit = False  # CUDA may be gone by then
 
 
 _memory: WeakKeyDictionary[torch.optim.Optimizer, HostMemory] = WeakKeyDictionary()

@@ -20,6 +20,8 @@ import torch.distributed.distributed_c10d as c10d
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 _START = secrets.token_hex(8)
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch's collective, by its name since torch 2.13"""
 
 _subgroups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _open_stores: dict[int, dist.Store] = {}  # by port; a TCPStore serves as long as it is referenced

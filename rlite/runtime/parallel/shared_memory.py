@@ -55,14 +55,14 @@ class Arena:
     """
 
     def __init__(self, base: Tensor) -> None:
-        self._base, self.nbytes, self._used = base, base.numel(), 0
+        self.base, self.nbytes, self._used = base, base.numel(), 0
         self._memory: tuple[Callable[..., Tensor], tuple] | None = None
         """value that opens the arena in another process, if that is possible"""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor with unspecified content."""
         start, self._used = self._used, self._used + aligned_bytes(shape, dtype)
-        return _view(self._base, start, shape, dtype)
+        return _view(self.base, start, shape, dtype)
 
     def reset(self) -> None:
         """Forget all tensors; the next ones take the same memory."""
@@ -70,7 +70,7 @@ class Arena:
 
     def handle_of(self, tensor: Tensor) -> SharedBlock | None:
         """Return what another process needs to read `tensor`; None if it is not in this arena or cannot be shared."""
-        offset = tensor.data_ptr() - self._base.data_ptr()
+        offset = tensor.data_ptr() - self.base.data_ptr()
         if self._memory is None or not 0 <= offset < self.nbytes or not tensor.is_contiguous():
             return None
         return SharedBlock(self._memory, offset, tuple(tensor.shape), tensor.dtype)
@@ -107,10 +107,14 @@ class SharedArena(Arena):
 
 
 class DeviceArena(Arena):
-    """Arena of `nbytes` on a GPU. All handles between two resets open together, in one other process."""
+    """Arena of `nbytes` on a GPU. All handles between two resets open together, in one other process.
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    `reader_index` is the number of the GPU in that process; None if it is the same as here.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, reader_index: int | None = None) -> None:
         super().__init__(torch.empty(max(nbytes, ALIGNMENT), dtype=torch.uint8, device=device))
+        self._reader_index = reader_index
 
     def reset(self) -> None:
         """Forget all tensors, and share the memory under a new handle."""
@@ -119,8 +123,14 @@ class DeviceArena(Arena):
 
     def handle_of(self, tensor: Tensor) -> SharedBlock | None:
         """Return what one other process needs to read `tensor`, which lies here."""
-        self._memory = self._memory or reduce_tensor(self._base)
+        self._memory = self._memory or renumbered(reduce_tensor(self.base), self._reader_index)
         return super().handle_of(tensor)
+
+
+def renumbered(handle: tuple[Any, tuple], index: int | str | None) -> tuple[Any, tuple]:
+    """Return torch's handle of a CUDA tensor with another number or the UUID of its GPU; None leaves its own."""
+    rebuild, arguments = handle
+    return rebuild, arguments if index is None else (*arguments[:6], index, *arguments[7:])
 
 
 class SharedMemoryReader:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -21,7 +22,7 @@ from rlite.runtime.parallel import shared_memory
 from rlite.runtime.parallel.processes import close_store, connect_store, process_identity
 from rlite.runtime.parallel.shards import Box, ParameterShard
 from rlite.runtime.parallel.shared_memory import Arena, DeviceArena, SharedArena, SharedMemoryReader, aligned_bytes
-from rlite.runtime.replicas.workers import SourceWorker, Worker
+from rlite.runtime.replicas.workers import GatheringWorker, SourceWorker, StagingWorker, Worker
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -69,15 +70,18 @@ class Piece:
 
 
 @torch.no_grad()
-def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool) -> Layout:
+def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool, is_near: bool = False) -> Layout:
     """Return the places that a source offers or a target receives.
 
     Args:
         worker: the worker to describe.
         is_source: whether the worker is a source.
         is_shared: add handles to the places of a source.
+        is_near: the source has the devices of all targets.
     """
     source = cast(SourceWorker, worker)
+    if not is_source and isinstance(worker, StagingWorker):
+        worker.stage(is_near)
     shards = source.served_shards(has_values=is_shared) if is_source else worker.parameter_shards()
     return Layout(
         places={
@@ -110,26 +114,47 @@ _numbers = itertools.count()
 
 
 @torch.no_grad()
-def share(
-    worker: SourceWorker, names: Sequence[str] | None, is_gathered: bool, readers: Collection[str]
-) -> dict[str, Any]:
+def share(worker: SourceWorker, readers: Collection[str]) -> dict[str, Any]:
     """Return handles by which processes of this machine read this worker's tensors in place.
 
     Args:
         worker: the source worker.
-        names: tensors to share; None is all.
-        is_gathered: first gather each whole tensor from all ranks of the source (a collective). CUDA workers see only
-            their own device, so a target there cannot read another device's shard.
         readers: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On a
             GPU there is at most one: a CUDA IPC handle that is not opened, or that is opened twice, is never freed.
     """
-    shards = worker.served_shards(has_values=not is_gathered)
-    wanted = shards if names is None else names
-    # what is gathered may be a tensor that another rank serves
-    chosen = {name: worker.full_tensor(name) if is_gathered else shards[name].tensor for name in wanted}
+    chosen = {name: shard.tensor for name, shard in worker.served_shards().items()}
     if not readers:
         return {}
     return _own(worker, chosen) if set(readers) == {process_identity()} else _handles(worker, chosen)
+
+
+@torch.no_grad()
+def gather(worker: SourceWorker, places: Mapping[str, Place], readers: Collection[str]) -> dict[str, Any]:
+    """Gather whole tensors from all ranks of the source, and share them; a collective.
+
+    CUDA workers see only their own device, so a target there cannot read another device's shard.
+
+    Args:
+        worker: the source worker.
+        places: the whole tensors, in the dtypes in which they are read.
+        readers: as for `share`. A worker without any takes part, and keeps nothing.
+
+    Returns:
+        Handles as `share` returns them.
+    """
+    worker.served_shards(has_values=False)
+    device = next(iter(worker.parameter_shards().values())).tensor.device if readers else torch.device("meta")
+    is_for_others = bool(readers) and set(readers) != {process_identity()}
+    empty = _staging(worker, places, device).empty if is_for_others else partial(torch.empty, device=device)
+    whole: dict[str, Tensor] = {name: empty(place.shape, dtype=place.dtype) for name, place in places.items()}
+    for name, out in whole.items():
+        if isinstance(worker, GatheringWorker):
+            worker.gather_into(name, out)
+        else:
+            out.copy_(worker.full_tensor(name))
+    if is_for_others:
+        return _shared(worker.staged, whole)
+    return _own(worker, whole) if readers else {}
 
 
 def unshare(worker: SourceWorker) -> None:
@@ -156,18 +181,25 @@ def _handles(worker: SourceWorker, chosen: dict[str, Tensor]) -> dict[str, Any]:
         name: worker.arena.handle_of(tensor) if worker.arena else None for name, tensor in chosen.items()
     }
     outside = {name: chosen[name] for name, handle in handles.items() if handle is None}
-    if outside:  # on a GPU, padded by FSDP, changed by the user's hook, or gathered: others can read a copy
-        staging = _staging(worker, outside)
-        for name, tensor in outside.items():
-            handles[name] = staging.handle_of(staging.empty(tensor.shape, tensor.dtype).copy_(tensor))
-        if isinstance(staging, DeviceArena):
-            torch.cuda.synchronize()
+    if outside:  # on a GPU, padded by FSDP, or changed by the user's hook: others can read a copy
+        staging = _staging(worker, outside, next(iter(outside.values())).device)
+        copies = {name: staging.empty(tensor.shape, tensor.dtype).copy_(tensor) for name, tensor in outside.items()}
+        handles |= _shared(staging, copies)
     return handles
 
 
-def _staging(worker: SourceWorker, tensors: dict[str, Tensor]) -> SharedArena | DeviceArena:
+def _shared(staging: SharedArena | DeviceArena, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the handles of tensors in staging memory, after everything is written."""
+    if isinstance(staging, DeviceArena):
+        torch.cuda.synchronize()
+    return {name: staging.handle_of(tensor) for name, tensor in tensors.items()}
+
+
+def _staging(
+    worker: SourceWorker, tensors: Mapping[str, Tensor | Place], device: torch.device
+) -> SharedArena | DeviceArena:
+    """Return memory for copies of tensors, which other processes can read."""
     needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors.values())
-    device = next(iter(tensors.values())).device
     if not isinstance(worker.staged, SharedArena | DeviceArena) or worker.staged.nbytes < needed:
         worker.staged = None  # before its successor is allocated
         worker.staged = SharedArena(needed) if device.type == "cpu" else DeviceArena(needed, device)

@@ -65,7 +65,7 @@ def read_shared(route: Route, plan: Plan) -> int:
     handles = [layout.handles for layout in route.offered]
     has_to_share = None in handles
     if has_to_share:
-        offer = (None, False, {layout.process for layout in route.targets.values()})
+        offer = ({layout.process for layout in route.targets.values()},)
         handles = _apply(route.source, transport.share, "share weights", route.copy.ranks, lambda rank: offer)
     read_by = _apply(route.target, transport.read, "read weights", route.targets, lambda rank: (plan[rank], handles))
     if has_to_share:
@@ -86,24 +86,32 @@ def read_gathered(route: Route, plan_of: Callable[[Sequence[Layout]], Plan]) -> 
     source, target = route.source, route.target
     ranks = {device: rank for rank, device in enumerate(source.devices)}
     local = {rank: ranks[target.devices[rank]] for rank in route.targets}
-    whole: dict[str, Place] = {
-        name: Place(place.dtype, (0,) * len(place.shape), place.global_shape, place.global_shape)
-        for layout in route.offered
-        for name, place in layout.places.items()
-    }
-    everything = Layout(whole, route.offered[0].host, route.offered[0].aliases)
+    everything = Layout(_whole_places(route), route.offered[0].host, route.offered[0].aliases)
     plan = plan_of([everything])
     written = 0
     for bucket in make_buckets([everything]):
-        names = list(bucket.places)
         wanted = {rank: [piece for piece in plan[rank] if piece.source_name in bucket.places] for rank in route.targets}
         readers = {local[rank]: [route.targets[rank].process] for rank, of_rank in wanted.items() if of_rank}
-        offers = [(names, True, readers.get(rank, [])) for rank in range(len(source))]
-        shared = _apply(source, transport.share, "gather weights", None, offers.__getitem__)
+        offers = [(bucket.places, readers.get(rank, [])) for rank in range(len(source))]
+        shared = _apply(source, transport.gather, "gather weights", None, offers.__getitem__)
         reads = {rank: (of_rank, [shared[local[rank]]]) for rank, of_rank in wanted.items()}
         written += sum(_apply(target, transport.read, "read weights", route.targets, reads.__getitem__))
     _apply(source, transport.unshare, "forget shared weights")
     return written
+
+
+def _whole_places(route: Route) -> dict[str, Place]:
+    """Return every tensor of the source whole, in the dtype that all targets want if it is narrower."""
+    aliases, dtypes = route.offered[0].aliases, dict[str, set[Any]]()
+    for name, place in chain.from_iterable(layout.places.items() for layout in route.targets.values()):
+        dtypes.setdefault(aliases.get(name, name), set()).add(place.dtype)
+    whole = {}
+    for name, place in chain.from_iterable(layout.places.items() for layout in route.offered):
+        dtype, *others = dtypes.get(name, {place.dtype})
+        is_narrower = not others and dtype.itemsize < place.dtype.itemsize
+        shape = place.global_shape
+        whole[name] = Place(dtype if is_narrower else place.dtype, (0,) * len(shape), shape, shape)
+    return whole
 
 
 def broadcast(route: Route, plan: Plan) -> int:

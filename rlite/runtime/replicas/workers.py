@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -48,6 +48,14 @@ class Worker(Protocol):
         """Return the bytes that this worker holds, by part: weights, kv_cache, optimizer."""
 
 
+@runtime_checkable
+class StagingWorker(Worker, Protocol):
+    """A target whose `parameter_shards` are memory on the way into another program."""
+
+    def stage(self, is_near: bool) -> None:
+        """Begin a sync with unwritten memory. `is_near` says that the weights come from devices of this engine."""
+
+
 class SourceWorker(Worker, Protocol):
     """A worker that can be the source of a weight sync."""
 
@@ -68,6 +76,17 @@ class SourceWorker(Worker, Protocol):
 
     def full_tensor(self, name: str) -> Tensor:
         """Return a served tensor whole. A collective of all ranks."""
+
+
+@runtime_checkable
+class GatheringWorker(SourceWorker, Protocol):
+    """A source that gathers a tensor where another process reads it, without a whole copy of its own."""
+
+    def gather_into(self, name: str, out: Tensor) -> None:
+        """Write a served tensor whole into `out`, converted to its dtype. A collective of all ranks.
+
+        A rank whose `out` is on meta takes part, and keeps nothing.
+        """
 
 
 @dataclass(frozen=True)

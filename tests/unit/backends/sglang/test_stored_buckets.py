@@ -12,8 +12,9 @@ from torch import Tensor
 from rlite.backends.models.conversion import Conversion, Group
 from rlite.backends.models.expressions import Leaf, Transposed
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
+from rlite.backends.serving.staging import Staging
 from rlite.backends.sglang import worker
-from rlite.backends.sglang.worker import Bucket, make_buckets, stored_buckets
+from rlite.backends.sglang.worker import Bucket, make_buckets, serialized, stored_buckets
 from tests.unit.backends.models.small import held, text_model, written
 
 
@@ -61,3 +62,16 @@ def test_buckets_are_converted_if_tensors_have_other_forms_under_the_same_names(
         [Group({"up": Transposed(Leaf("up", (3, 2)), 0, 1)}, {"up": Transposed(held, 0, 1)})], [], []
     )
     assert torch.equal(contents(list(stored_buckets(buckets, conversion)))["up"], matrix.T)
+
+
+def test_buckets_of_one_memory_hold_what_others_hold_and_travel_one_by_one() -> None:
+    parameters = {f"matrix.{number}": (torch.float32, (64, 64)) for number in range(4)}
+    staging = Staging(torch.device("cpu"), parameters)
+    addresses = set()
+    for _ in range(3):
+        buckets = make_buckets(parameters, 64 * 64 * 4, staging.begin(is_near=True).empty)
+        addresses.add(tuple(bucket.flat.data_ptr() for bucket in buckets))
+        assert len(buckets) == 4
+        assert len(serialized(buckets[0].flat, buckets[0])) < 2 * len(buckets[0].flat)
+        staging.end()
+    assert len(addresses) == 1, "later syncs take no further memory"
