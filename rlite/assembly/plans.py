@@ -168,6 +168,7 @@ def model_plan(name: str, engine: RliteTrainEngine, max_grad_norm: float) -> dic
         "shared prefixes": f"not used: {obstacle}"
         if (obstacle := engine.prefix_obstacle())
         else "computed once in each microbatch, where that saves work",
+        **engine.choices(),
     }
     if experts_of(module):
         plan["experts"] = expert_parallel_plan(module, engine.dims)
