@@ -1,8 +1,7 @@
 """Layers compiled by torch.compile, which run as they are where they cannot be compiled.
 
-Attention and the routing of experts stay outside of the compiled code: they are kernels of their own, and depend on the
-lengths in a pack. Everything between them (norms, rotary embedding, activations, residuals) is fused, for any number of
-tokens.
+Attention stays outside of the compiled code: it is a kernel of its own, and depends on the lengths in a pack. All other
+operations (norms, rotary embedding, activations, residuals) are fused, for any number of tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +12,47 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._functorch import config as autograd_config
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._triton import has_triton
+
+from rlite.backends.models.attention import keep_out_of_compiled_code
+from rlite.backends.models.experts import experts_of
+from rlite.backends.models.mixers import find_mixers
+from rlite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 EAGER = "layers run without torch.compile"
 
 
+def check_compile(module: Any, tp_size: int, use_liger_kernel: bool) -> None:
+    """Check that layers may be compiled. Called before any process starts.
+
+    Args:
+        module: the module, on the meta device.
+        tp_size: workers that share each matrix.
+        use_liger_kernel: the option of this name.
+
+    Raises:
+        ConfigError: the layers compute with more than tensors, or are replaced by other kernels.
+    """
+    reason = None
+    if use_liger_kernel:
+        reason = "use_liger_kernel=true fuses the same operations"
+    elif tp_size > 1:
+        reason = f"layers that tp_size={tp_size} splits exchange their tokens inside"
+    elif mixers := find_mixers(module):
+        reason = f"{mixers[0].name} computes each sequence of a pack by itself"
+    elif experts_of(module):
+        reason = "the work of experts depends on the chosen experts"
+    if reason is not None:
+        raise ConfigError(f"compile=layers: {reason}; leave compile out")
+
+
 def missing_compiler(device_type: str) -> str | None:
     """Return what is missing to compile for a type of device; None if nothing is."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # torch loads its compiler at first use: seconds
+    from torch._inductor.exc import InvalidCxxCompiler
+
     if device_type == "cuda":
         return None if has_triton() else "compile=layers needs the package triton and a GPU that it supports"
     try:
@@ -49,25 +76,32 @@ class CompiledLayers:
         if self.failure is not None:
             logger.warning("%s; %s", self.failure, EAGER)
             return
+        keep_out_of_compiled_code()
+        classes = {cls: self._compiled(cls) for cls in {type(unit) for unit in units}}
         for unit in units:
-            unit.forward = self._compiled(unit.forward)  # type: ignore[method-assign]
+            unit.__class__ = classes[type(unit)]
 
     def text(self) -> str:
         """Return for the start report whether layers are compiled."""
         return f"{EAGER}: {self.failure}" if self.failure else "layers, by torch.compile at the first steps"
 
-    def _compiled(self, eager: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled(self, cls: type[nn.Module]) -> type[nn.Module]:
+        """Return a subclass with a compiled forward. transformers adds its gradient checkpointing around it."""
+        from torch._dynamo.exc import TorchDynamoException
+        from torch._functorch import config
+
+        eager: Callable[..., Any] = cls.forward
         compiled = torch.compile(eager, dynamic=True)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.failure is None:
                 try:
-                    # else the backward pass, which nothing can repeat, would be where its compilation fails
-                    with autograd_config.patch(force_non_lazy_backward_lowering=True):
-                        return compiled(*args, **kwargs)
+                    # else the compilation of the backward pass would fail where nothing can be repeated
+                    with config.patch(force_non_lazy_backward_lowering=True):
+                        return compiled(layer, *args, **kwargs)
                 except TorchDynamoException as error:
                     self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                     logger.warning("compile=layers: %s; %s", self.failure, EAGER)
-            return eager(*args, **kwargs)
+            return eager(layer, *args, **kwargs)
 
-        return forward
+        return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

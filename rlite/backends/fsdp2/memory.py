@@ -123,7 +123,9 @@ def _candidates(can_reshard: bool, can_offload: bool) -> Iterator[Savings]:
             yield savings
 
 
-def footprint_of(module: Any, options: Fsdp2Options, dims: ParallelDims, compute: torch.dtype, device: str) -> Footprint:
+def footprint_of(
+    module: Any, options: Fsdp2Options, dims: ParallelDims, compute: torch.dtype, device: str
+) -> Footprint:
     """Return the estimate of a rank's memory for a module on meta.
 
     Args:

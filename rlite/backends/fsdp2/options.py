@@ -59,8 +59,8 @@ class Fsdp2Options(Options):
     gradient_checkpointing: ByMemory = False
     """recompute activations in the backward pass; "auto" does so if memory is short"""
     reshard_after_forward: ByMemory = "auto"
-    """free each layer's gathered weights after its forward pass and gather them again for its backward pass; "auto" does
-    so if memory is short, and never where one worker holds all weights"""
+    """free each layer's gathered weights after its forward pass and gather them again for its backward pass; "auto"
+    does so if memory is short, and never if one worker holds all weights"""
     compile: CompiledParts | None = None
     """"layers" compiles each layer by torch.compile. The first steps take minutes. Without a compiler, or for a layer
     that cannot be compiled, layers run as they are"""
@@ -90,7 +90,7 @@ class Fsdp2Options(Options):
         if (dtype := self.compute_dtype or self.param_dtype) != "float32":
             yield f"deterministic=true computes in float32, not in {dtype}; leave param_dtype and compute_dtype out"
         if self.compile or self.fused_head:
-            yield "deterministic=true needs every bit, and compiled code rounds otherwise; leave compile and fused_head out"
+            yield "deterministic=true: compiled code rounds in another way; leave compile and fused_head out"
         if self.ep_size > 1:
             yield f"deterministic=true cannot send tokens to experts on ep_size={self.ep_size} workers; use ep_size=1"
         if self.sp_size > 1:

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
-from rlite.backends.fsdp2.compiled import CompiledLayers, missing_compiler
+from rlite.backends.fsdp2.compiled import CompiledLayers, check_compile
 from rlite.backends.fsdp2.memory import Choice, Savings, choose, footprint_of, free_bytes
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
@@ -95,7 +95,7 @@ def divide(
         use_implementation(module, implementation_for(options.experts_implementation, device.type, compute_dtype))
     if options.deterministic:
         module.make_deterministic()
-    elif device.type == "cpu":
+    elif device.type == "cpu" and options.compile is None:  # torch's compiler cannot fuse around these operations
         linear.speed_up_linear_layers(module)
     if mesh.dims.tensor > 1:
         module.parallelize(mesh.tensor)
@@ -566,6 +566,8 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
         module.check_context_parallel(options.sp_size)
     if options.deterministic:
         module.check_deterministic(current_session().device)
+    if options.compile:
+        check_compile(module, options.tp_size, options.use_liger_kernel)
     if options.use_liger_kernel:
         linear.check_liger(module, current_session().device)
 

@@ -111,8 +111,8 @@ class EntropyGate:
     """Lets the gradient of entropies through if a loss has differentiated them.
 
     Models expect one tensor of their head, so that the gradient of its answer has a column of zeros for entropies that
-    no loss reads. Their terms are most of the work of the backward pass, and to compare a column with 0 would make a GPU
-    wait.
+    no loss reads. Their terms are most of the work of the backward pass, and to compare a column with 0 would make a
+    GPU wait.
     """
 
     is_open = True
@@ -207,7 +207,10 @@ def logprobs_of(
         options = {"replay": kept_ids, "is_deterministic": is_deterministic, "kernels": kernels}
         found = linear_logprobs(rows, labels=wanted, temperature=temperature, **options, **_local_part(head))
         gate = EntropyGate()
-        values = torch.stack([found.logprobs, _Gated.apply(found.entropy, gate), *([] if kept_ids is None else [found.full_logprobs])], dim=-1)
+        values = torch.stack(
+            [found.logprobs, _Gated.apply(found.entropy, gate), *([] if kept_ids is None else [found.full_logprobs])],
+            dim=-1,
+        )
         if positions is not None:
             values = values.new_zeros(len(labels), values.shape[-1]).masked_scatter(positions[:, None], values)
         # FSDP warns of a plain view
@@ -416,4 +419,6 @@ class _KeptLogits:
             grad: `[rows, columns]`.
         """
         pairs = slice(*self._spans[number])
-        grad.index_put_((self._kept_ids.rows[pairs], self._columns[pairs] - first), self._grad[pairs].to(grad), accumulate=True)
+        grad.index_put_(
+            (self._kept_ids.rows[pairs], self._columns[pairs] - first), self._grad[pairs].to(grad), accumulate=True
+        )

@@ -37,7 +37,15 @@ from rlite.trainer.options import (
     TrainerOptions,
 )
 from rlite.trainer.run.best import check_evaluated
-from rlite.types import Aggregation, ByMemory, GenerationHyperparameters, KLEstimator, KLLossEstimator, RoutingSource, Schedule
+from rlite.types import (
+    Aggregation,
+    ByMemory,
+    GenerationHyperparameters,
+    KLEstimator,
+    KLLossEstimator,
+    RoutingSource,
+    Schedule,
+)
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")

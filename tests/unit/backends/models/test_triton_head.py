@@ -1,5 +1,4 @@
-"""The Triton kernels of the output embedding: interpreted against float64, and compiled ahead of time. Nothing runs on a
-GPU here."""
+"""The Triton kernels of the output embedding: interpreted against float64, and compiled ahead of time, without a GPU."""
 
 from __future__ import annotations
 

@@ -109,7 +109,10 @@ def interpret() -> dict[str, Any]:
 SHARED = {"labels_ptr": "*i64", "num_columns": "i32", "inverse_temperature": "fp32", "COLUMNS": "constexpr"}
 STATISTICS = {"logits_ptr": "*bf16", "out_ptr": "*fp32", "num_rows": "i32", **SHARED}
 GRADIENT = {
-    **{"logits_ptr": "*bf16", "out_ptr": "*bf16", "HAS_ENTROPY": "constexpr", **SHARED},
+    "logits_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "HAS_ENTROPY": "constexpr",
+    **SHARED,
     **dict.fromkeys(("log_sums_ptr", "entropies_ptr", "grad_logprobs_ptr", "grad_entropies_ptr"), "*fp32"),
 }
 
