@@ -7,7 +7,9 @@ operations (norms, rotary embedding, activations, residuals) are fused, for any 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 class CompiledLayers:
-    """The compiled layers of a module. All of them stop being compiled if one cannot be.
+    """The layers of a module, made to run compiled code.
 
     Args:
         units: the layers, before they are sharded.
@@ -71,37 +73,52 @@ class CompiledLayers:
     """
 
     def __init__(self, units: Sequence[nn.Module], device_type: str) -> None:
-        self.failure = missing_compiler(device_type)
-        """why the layers run as they are; None if they are compiled"""
-        if self.failure is not None:
-            logger.warning("%s; %s", self.failure, EAGER)
+        self._missing = missing_compiler(device_type)
+        self._states: list[Compilation] = []
+        if self._missing is not None:
+            logger.warning("%s; %s", self._missing, EAGER)
             return
         keep_out_of_compiled_code()
-        classes = {cls: self._compiled(cls) for cls in {type(unit) for unit in units}}
         for unit in units:
-            unit.__class__ = classes[type(unit)]
+            unit.__class__, state = compiled_class(type(unit))
+            self._states.append(state)
+
+    @property
+    def failure(self) -> str | None:
+        """Why layers run as they are; None if none is known to."""
+        return self._missing or next((state.failure for state in self._states if state.failure), None)
 
     def text(self) -> str:
         """Return for the start report whether layers are compiled."""
         return f"{EAGER}: {self.failure}" if self.failure else "layers, by torch.compile at the first steps"
 
-    def _compiled(self, cls: type[nn.Module]) -> type[nn.Module]:
-        """Return a subclass with a compiled forward. transformers adds its gradient checkpointing around it."""
-        from torch._dynamo.exc import TorchDynamoException
-        from torch._functorch import config
 
-        eager: Callable[..., Any] = cls.forward
-        compiled = torch.compile(eager, dynamic=True)
+@dataclass
+class Compilation:
+    """Whether a class of layers can be compiled."""
 
-        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.failure is None:
-                try:
-                    # else the compilation of the backward pass would fail where nothing can be repeated
-                    with config.patch(force_non_lazy_backward_lowering=True):
-                        return compiled(layer, *args, **kwargs)
-                except TorchDynamoException as error:
-                    self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                    logger.warning("compile=layers: %s; %s", self.failure, EAGER)
-            return eager(layer, *args, **kwargs)
+    failure: str | None = None
+    """the error of the attempt; the class is not compiled any more"""
 
-        return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+@cache  # torch compiles again for a new class: an engine that comes back from meta() must have the same one
+def compiled_class(cls: type[nn.Module]) -> tuple[type[nn.Module], Compilation]:
+    """Return a subclass with a compiled forward. transformers adds its gradient checkpointing around it."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._functorch import config
+
+    state, eager = Compilation(), cls.forward
+    compiled = torch.compile(eager, dynamic=True)
+
+    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if state.failure is None:
+            try:
+                # else the compilation of the backward pass would fail where nothing can be repeated
+                with config.patch(force_non_lazy_backward_lowering=True):
+                    return compiled(layer, *args, **kwargs)
+            except TorchDynamoException as error:
+                state.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                logger.warning("compile=layers: %s: %s; %s", cls.__name__, state.failure, EAGER)
+        return eager(layer, *args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__}), state

@@ -1,4 +1,4 @@
-"""The Triton kernels of the output embedding: interpreted against float64, and compiled ahead of time, without a GPU."""
+"""The Triton kernels of the output embedding: interpreted against float64, and compiled ahead of time."""
 
 from __future__ import annotations
 
