@@ -66,6 +66,7 @@ class BatchPlan:
         form = described(rows, engines.rollout.tokenizer if isinstance(workflow, PromptWorkflow) else None)
         plan = {
             **model_plan(actor.model_name, engines.actor, actor.max_grad_norm),
+            **engines.actor.choices(),
             **self._critic(),
             "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
             "data": "; ".join(filter(None, (form, f"{len(rows)} items" if rows.stream is None else str(rows.stream)))),
@@ -105,7 +106,7 @@ class BatchPlan:
         if (engine := self.engines.critic) is None:
             return {}
         model = self.options.critic.as_model(self.options.actor)
-        plan = model_plan(model.model_name, engine, model.max_grad_norm)
+        plan = {**model_plan(model.model_name, engine, model.max_grad_norm), **engine.choices()}
         return {("critic" if topic == "model" else f"critic's {topic}"): text for topic, text in plan.items()}
 
     def _set(self, chosen: EvaluationSet) -> str:

@@ -54,6 +54,7 @@ def make_plan(trainer: Any) -> dict[str, str]:
     batch_tokens = num_items * trainer.rows.rows_per_item * lengths.mean()
     return {
         **model_plan(model.model_name, trainer.engine, model.max_grad_norm),
+        **trainer.engine.choices(),
         "loss": trainer.describe_loss(),
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
         "data": f"{form}{len(trainer.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "

@@ -119,6 +119,8 @@ class TrainBackend(Backend):
     prefix_obstacle: Callable[[BaseTrainModule, Any], str | None] = _shares_nothing
     """prefix_obstacle(module, options) returns why workers compute every row of a pack whole; None if they compute the
     tokens that `BatchShare.sharing` names once"""
+    choices: Callable[[Any], dict[str, str]] | None = None
+    """method of the worker that returns what it chose when it was built, and why, by topic of the start report"""
 
 
 class TrainWorker(SourceWorker, Protocol):

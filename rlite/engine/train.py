@@ -189,6 +189,11 @@ class RliteTrainEngine(ModuleEngine):
             self._obstacles[cls] = self._backend.prefix_obstacle(self.module, self.options)
         return self._obstacles[cls]
 
+    def choices(self) -> dict[str, str]:
+        """Return what the workers chose when they were built, and why, by topic; {} if the executor chooses nothing."""
+        chosen = self._backend.choices
+        return {} if chosen is None else self._workers.call(chosen)[0]
+
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters that hold NaN or infinity, on any worker."""
         return sorted({name for names in self._workers.call(TrainWorker.nonfinite_parameters) for name in names})

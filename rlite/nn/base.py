@@ -44,6 +44,8 @@ class BaseTrainModule(nn.Module):
     """set by the worker: the observer of a mixture of experts; see `rlite.backends.models.routing`"""
     replay: Any = None
     """set by the worker: what replays chosen experts; see `rlite.backends.models.replay`"""
+    head_kernels: Any = None
+    """set by the worker: `rlite.backends.models.triton_head`, if it computes log-probabilities"""
 
     def materialization_source(self) -> CheckpointSource:
         """Return the source of the weights. Called in every worker.

@@ -96,7 +96,8 @@ class PlanConfig(LayoutOptions, AnnouncedOptions):
     optimizer: OptimizerName = "adamw"
     """adamw has two numbers for each parameter; muon has one for the matrices inside of layers, and two for the rest"""
     device_memory_gib: Positive | None = None
-    """memory of one device; with it, the KV cache is what gpu_memory_utilization leaves, as the executors take it"""
+    """memory of one device; with it, the KV cache is what gpu_memory_utilization leaves, as the executors take it, and
+    the plan says which options would save memory in training"""
     rollout: RolloutPlanOptions | None = None
     """the engine that generates on the same devices; null plans training alone"""
 

@@ -23,6 +23,7 @@ from rlite import config
 from rlite.assembly.commands.options import PlanConfig, RolloutPlanOptions
 from rlite.assembly.plans import expert_parallel_plan
 from rlite.backends.embedded.cache import CacheSizes, EmbeddedOptions
+from rlite.backends.fsdp2.memory import NAMES, choose, footprint_of
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models.experts import check_expert_parallel, divided_apart, experts_of
 from rlite.backends.models.layout import AttentionLayers, attention_layers, recurrent_bytes
@@ -30,6 +31,7 @@ from rlite.backends.models.mixers import check_not_split, find_mixers
 from rlite.backends.models.stored import transformers_class
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
+from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
 from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel, max_positions
 from rlite.services.console.terminal import ConsoleReporter
@@ -142,6 +144,7 @@ def plan(options: PlanConfig) -> dict[str, str]:
         check_expert_parallel(module, dims.expert)
     told = {"experts": expert_parallel_plan(module, dims)} if experts_of(module) else {}
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    told |= _savings(options, module, dims)
     rollout = None
     if options.rollout is not None:
         rollout = rollout_memory(options.rollout, module, options.device_memory_gib)
@@ -186,6 +189,19 @@ def plan(options: PlanConfig) -> dict[str, str]:
         **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
         "not counted": "activations inside one layer, and what the libraries take for themselves",
     }
+
+
+def _savings(options: PlanConfig, module: Any, dims: ParallelDims) -> dict[str, str]:
+    """Return which options would save memory in training, and why; nothing if a device's memory is not known."""
+    if options.device_memory_gib is None:
+        return {}
+    engine = Fsdp2Options(
+        max_tokens_per_microbatch=options.max_length_per_device,
+        param_dtype=options.param_dtype,
+        **dict.fromkeys(NAMES, "auto"),
+    )
+    footprint = footprint_of(module, engine, dims, getattr(torch, options.compute_dtype), "cuda")
+    return {"memory": choose(engine, footprint, int(options.device_memory_gib * 2**30), dims.num_shards, "cuda").text()}
 
 
 def _local_numel(module: torch.nn.Module) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from rlite.config import Count, Options, Positive, Rate
-from rlite.types import BalanceBy, ExpertsImplementation, PackingMethod
+from rlite.types import BalanceBy, ByMemory, CompiledParts, ExpertsImplementation, PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:
@@ -56,16 +56,26 @@ class Fsdp2Options(Options):
     """factor of the auxiliary loss that spreads tokens evenly over experts; 0 is off. It costs one more forward pass"""
     router_bias_update_rate: Rate = 0.0
     """change of the routers' correction biases in each optimizer step, towards an even load; 0 is off"""
-    gradient_checkpointing: bool = False
-    """recompute activations in the backward pass"""
+    gradient_checkpointing: ByMemory = False
+    """recompute activations in the backward pass; "auto" does so if memory is short"""
+    reshard_after_forward: ByMemory = "auto"
+    """free each layer's gathered weights after its forward pass and gather them again for its backward pass; "auto"
+    does so if memory is short, and never if one worker holds all weights"""
+    compile: CompiledParts | None = None
+    """"layers" compiles each layer by torch.compile. The first steps take minutes. Without a compiler, or for a layer
+    that cannot be compiled, layers run as they are"""
+    fused_head: bool = False
+    """compute log-probabilities, entropies and their gradient by Triton kernels of one pass over the logits (package
+    triton, GPUs only); elsewhere torch's operations compute them"""
     deterministic: bool = False
     """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2,
     Qwen3 and Qwen3-MoE in float32 on CPU. They equal those that executor "torch" serves with deterministic=true.
     Slower"""
     use_liger_kernel: bool = False
     """compute RMSNorm, rotary embedding and SwiGLU with Triton kernels (package liger-kernel); GPUs only"""
-    offload_optimizer: bool = False
-    """keep the optimizer state in host memory except during a step; on CPU slots it is always there"""
+    offload_optimizer: ByMemory = False
+    """keep the optimizer state in host memory except during a step; on CPU slots it is always there. "auto" does so if
+    memory is short"""
     drop_untrained: bool = False
     """leave tensors of the checkpoint that are not trained (vision parts, heads for further tokens) out of exports. By
     default exports copy them from the checkpoint, which has to be there then. Without vision parts the export is a text
@@ -79,6 +89,8 @@ class Fsdp2Options(Options):
             return
         if (dtype := self.compute_dtype or self.param_dtype) != "float32":
             yield f"deterministic=true computes in float32, not in {dtype}; leave param_dtype and compute_dtype out"
+        if self.compile or self.fused_head:
+            yield "deterministic=true: compiled code rounds in another way; leave compile and fused_head out"
         if self.ep_size > 1:
             yield f"deterministic=true cannot send tokens to experts on ep_size={self.ep_size} workers; use ep_size=1"
         if self.sp_size > 1:

@@ -10,10 +10,13 @@ Registration of the train executor "fsdp2", and the checks that run before any p
 from __future__ import annotations
 
 import gc
+import importlib
+import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -23,6 +26,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
+from rlite.backends.fsdp2.compiled import CompiledLayers, check_compile
+from rlite.backends.fsdp2.memory import Choice, Savings, choose, footprint_of, free_bytes
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
 from rlite.backends.models.architecture import check_container, check_fit
@@ -34,6 +39,7 @@ from rlite.backends.models.stored import StoredCheckpoint, StoredForm, buffer_sh
 from rlite.engine.registry import TrainBackend
 from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
+from rlite.imports import lacking
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.pretrained import add_end_ids, local_checkpoint, real_tensors
 from rlite.runtime.cluster.host import WorkerContext
@@ -47,41 +53,69 @@ from rlite.runtime.replicas.workers import Part
 from rlite.runtime.storage import sharded
 from rlite.runtime.storage.huggingface import Writer
 
+logger = logging.getLogger(__name__)
 
-def make_module(
-    source: bytes, options: Fsdp2Options, mesh: fsdp.TrainMesh, device: torch.device
-) -> tuple[BaseTrainModule, SharedArena | None]:
-    """Return the sharded module with unwritten weights, and on CPU the shared memory that holds them.
 
-    Args:
-        source: the pickled module, on the meta device.
-        options: options of the executor.
-        mesh: this rank's place in the mesh.
-        device: device of this rank's part of the weights.
-    """
-    param_dtype = getattr(torch, options.param_dtype)
-    default = "bfloat16" if device.type == "cuda" else options.param_dtype
+def whole_module(source: bytes) -> BaseTrainModule:
+    """Return a pickled module, on the meta device."""
     module: BaseTrainModule = cloudpickle.loads(source)
     if isinstance(module, HuggingFaceFsdp2TrainModule):
         module.tie_weights()  # type: ignore[operator]
+    return module
+
+
+def dtype_of(options: Fsdp2Options, device_type: str) -> torch.dtype:
+    """Return the dtype of forward and backward passes."""
+    default = "bfloat16" if device_type == "cuda" else options.param_dtype
+    return getattr(torch, options.compute_dtype or default)
+
+
+def divide(
+    module: BaseTrainModule, options: Fsdp2Options, savings: Savings, mesh: fsdp.TrainMesh, device: torch.device
+) -> tuple[SharedArena | None, CompiledLayers | None]:
+    """Shard a module and allocate its weights, unwritten.
+
+    Args:
+        module: the whole module, on the meta device.
+        options: options of the executor.
+        savings: the options that save memory, as they were chosen.
+        mesh: this rank's place in the mesh.
+        device: device of this rank's part of the weights.
+
+    Returns:
+        The shared memory that holds the weights, on CPU; and the compiled layers, if layers are compiled.
+    """
+    param_dtype, compute_dtype = getattr(torch, options.param_dtype), dtype_of(options, device.type)
     if options.use_liger_kernel:
         linear.use_liger_kernels(module)
-    if options.gradient_checkpointing:
+    if savings.gradient_checkpointing:
         module.recompute_activations()
-    compute_dtype = getattr(torch, options.compute_dtype or default)
     experts = module.prepare_experts(mesh, options)
     if experts:
         use_implementation(module, implementation_for(options.experts_implementation, device.type, compute_dtype))
     if options.deterministic:
         module.make_deterministic()
-    elif device.type == "cpu":
+    elif device.type == "cpu" and options.compile is None:  # torch's compiler cannot fuse around these operations
         linear.speed_up_linear_layers(module)
     if mesh.dims.tensor > 1:
         module.parallelize(mesh.tensor)
     if mesh.dims.seq > 1:
         module.context_group = mesh.seq
-    fsdp.shard(module, module.fsdp_units(), mesh, compute_dtype, param_dtype, experts)
-    return module, fsdp.allocate(module, device, param_dtype)
+    units = module.fsdp_units()
+    compiled = CompiledLayers(units, device.type) if options.compile else None
+    fsdp.shard(module, units, mesh, compute_dtype, param_dtype, experts, savings.reshard_after_forward)
+    return fsdp.allocate(module, device, param_dtype), compiled
+
+
+def head_kernels(device_type: str) -> ModuleType | None:
+    """Return the Triton kernels of the output embedding; None, with a line in the log, if they cannot run."""
+    reason = lacking("fused_head=true needs", "triton", "triton")
+    if device_type != "cuda":
+        reason = "fused_head=true needs GPUs"
+    if reason:
+        logger.warning("%s; torch's operations compute log-probabilities", reason)
+        return None
+    return importlib.import_module("rlite.backends.models.triton_head")
 
 
 @torch.no_grad()
@@ -201,12 +235,14 @@ class Fsdp2Worker(BatchRunner):
     def __init__(self, context: WorkerContext, source: bytes, options: Fsdp2Options, executor_size: int) -> None:
         self._context, self._options, self._source = context, options, source
         self._device = torch.device(context.torch_device)
-        self._is_state_on_host = options.offload_optimizer and self._device.type != "cpu"
         self._form: StoredForm | None = None
         """form of exports, that of the first checkpoint"""
         self._is_here = False
         """`module` exists; `to_meta` frees it"""
         self._rested: torch.optim.Optimizer | None = None
+        self._choice: Choice | None = None
+        """made once, for the memory that is free later depends on what is away"""
+        self._head_kernels = head_kernels(self._device.type) if options.fused_head else None
         dims = layout(context.world_size, executor_size, options)
         self._mesh = fsdp.make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
@@ -222,7 +258,11 @@ class Fsdp2Worker(BatchRunner):
     def _materialize(self, path: str | None = None, is_read: bool = True) -> None:
         """Make the module, and read its weights or leave them unwritten for a sync to fill."""
         with real_tensors(self._device):
-            self.module, self.arena = make_module(self._source, self._options, self._mesh, self._device)
+            self.module = whole_module(self._source)
+            self.module.head_kernels = self._head_kernels
+            self._choice = self._choice or self._choose()
+            divided = divide(self.module, self._options, self._choice.savings, self._mesh, self._device)
+            self.arena, self._compiled = divided
             self._is_here, self._weight, self._is_finite = True, 0.0, True
             if is_read:
                 source = read_weights(self.module, path)
@@ -232,6 +272,25 @@ class Fsdp2Worker(BatchRunner):
                 )
             self.module.on_weights_materialized()
             self._rest_optimizer()
+
+    def _choose(self) -> Choice:
+        options, dims, device = self._options, self._mesh.dims, self._device
+        footprint = footprint_of(self.module, options, dims, dtype_of(options, device.type), device.type)
+        return choose(options, footprint, free_bytes(device, self._everyone), dims.num_shards, device.type)
+
+    @property
+    def _is_state_on_host(self) -> bool:
+        return self._choice is not None and self._choice.savings.offload_optimizer and self._device.type != "cpu"
+
+    def choices(self) -> dict[str, str]:
+        """Return what was chosen when the engine was built, and why, by topic of the start report."""
+        assert self._choice is not None
+        told = {"memory": self._choice.text()}
+        if self._options.fused_head:
+            told["head"] = "torch's operations" if self._head_kernels is None else "Triton kernels"
+        if self._compiled is not None:
+            told["compile"] = self._compiled.text()
+        return told
 
     # -- methods of the module -----------------------------------------------------------------------------------
 
@@ -519,6 +578,8 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
         module.check_context_parallel(options.sp_size)
     if options.deterministic:
         module.check_deterministic(current_session().device)
+    if options.compile:
+        check_compile(module, options.tp_size, options.use_liger_kernel)
     if options.use_liger_kernel:
         linear.check_liger(module, current_session().device)
 
@@ -543,4 +604,5 @@ BACKEND = TrainBackend(
     layout=layout,
     check_module=check_module,
     prefix_obstacle=prefix_obstacle,
+    choices=Fsdp2Worker.choices,
 )

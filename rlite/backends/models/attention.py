@@ -408,5 +408,10 @@ def no_mask(*args: Any, **kwargs: Any) -> None:
     """Return None: rlite's attention takes no mask. In a pack, the layout states which tokens belong together."""
 
 
+def keep_out_of_compiled_code() -> None:
+    """Let compiled layers call the attention as it is: torch.compile can trace neither its context nor its lengths."""
+    AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
+
+
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, no_mask)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ _CPU_BLOCK, _CPU_KEPT = 1 << 20, 1 << 26
 _GPU_BLOCK, _GPU_KEPT = 1 << 26, 1 << 27
 # a narrower block would keep neither BLAS nor the memory of the hidden states' gradient busy with much else
 _NARROWEST = 256
+# kernels hold no block in float32, so that a block may be wide: 512 MiB for 16,384 tokens in bfloat16
+_FUSED_BLOCK = 1 << 14
 
 
 def linear_logprobs(
@@ -48,6 +51,7 @@ def linear_logprobs(
     num_kept: int | None = None,
     replay: KeptIds | None = None,
     is_deterministic: bool = False,
+    kernels: ModuleType | None = None,
 ) -> TokenLogprobs:
     """Compute log-probabilities and entropies from hidden states in the memory of a few blocks of logits.
 
@@ -72,6 +76,8 @@ def linear_logprobs(
             these ids; entropies and `full_logprobs` are over the vocabulary. None is the vocabulary.
         is_deterministic: compute results whose bits do not depend on the other tokens (`batch_invariant`). `block_size`
             has no effect.
+        kernels: `rlite.backends.models.triton_head`, which computes a block in one pass over its logits; None, and
+            float64, compute with torch's operations.
 
     Returns:
         Log-probabilities and entropies [...].
@@ -84,17 +90,60 @@ def linear_logprobs(
         found = f"{list(labels.shape)} and {list(weight.shape)}"
         raise ConfigError(f"hidden states {list(hidden.shape)} need {needed}, found {found}")
     block, kept = (_CPU_BLOCK, _CPU_KEPT) if hidden.device.type == "cpu" else (_GPU_BLOCK, _GPU_KEPT)
+    if hidden.dtype == torch.float64:
+        kernels = None
     if is_deterministic:
         block_size = batch_invariant.COLUMNS
+    elif kernels is not None:
+        block_size = block_size or _FUSED_BLOCK
     elif block_size is None:
         block_size = max(_NARROWEST, block // max(1, labels.numel()))
     has_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     num_kept = 0 if not has_backward else kept if num_kept is None else num_kept
     product = batch_invariant.linear if is_deterministic else linear
-    blocks = _Blocks(formulas.check_temperature(temperature), group, start, block_size, num_kept, product)
+    blocks = _Blocks(formulas.check_temperature(temperature), group, start, block_size, num_kept, product, kernels)
     rows, columns = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long() - start
     results = _LinearLogprobs.apply(rows, weight, bias, columns, blocks, replay)
     return TokenLogprobs(*(values.view(labels.shape) for values in results))
+
+
+class EntropyGate:
+    """Lets the gradient of entropies through if a loss has differentiated them.
+
+    Models expect one tensor of their head, so that the gradient of its answer has a column of zeros for entropies that
+    no loss reads. Their terms are most of the work of the backward pass, and to compare a column with 0 would make a
+    GPU wait.
+    """
+
+    is_open = True
+    """false in a backward pass that did not reach the entropies"""
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, entropies: Tensor, gate: EntropyGate) -> Tensor:
+        ctx.gate = gate
+        return entropies.view_as(entropies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return grad if ctx.gate.is_open else None, None
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gate: EntropyGate) -> tuple[Tensor, ...]:
+        ctx.gate = gate
+        ctx.set_materialize_grads(False)
+        return tuple(column.contiguous() for column in values.unbind(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+        ctx.gate.is_open = grads[1] is not None
+        some = next(grad for grad in grads if grad is not None)
+        return torch.stack([torch.zeros_like(some) if grad is None else grad for grad in grads], dim=-1), None
 
 
 class HeadAnswer(NamedTuple):
@@ -102,6 +151,11 @@ class HeadAnswer(NamedTuple):
 
     values: Float[Tensor, "batch tokens kinds"]
     version: int
+    gate: EntropyGate
+
+    def columns(self, output: Float[Tensor, "tokens kinds"]) -> tuple[Float[Tensor, " tokens"], ...]:
+        """Return the columns of `output`, which is these values, or these values of other tokens too."""
+        return _Columns.apply(output, self.gate)
 
     def is_what_became(self, output: Tensor, share: ContextShare) -> bool:
         """Return True if `output` is these values or a view of them, and nothing has written to them since.
@@ -124,6 +178,7 @@ def logprobs_of(
     positions: Bool[Tensor, " tokens"] | None = None,
     kept_ids: KeptIds | None = None,
     is_deterministic: bool = False,
+    kernels: ModuleType | None = None,
 ) -> Iterator[list[HeadAnswer]]:
     """Make `head` return log-probabilities and entropies [1, T, 2] instead of logits inside the block.
 
@@ -136,6 +191,7 @@ def logprobs_of(
         positions: bool [T]; values where it is False are 0. None computes all.
         kept_ids: token ids among which the labels were drawn; see `linear_logprobs`.
         is_deterministic: see `linear_logprobs`.
+        kernels: see `linear_logprobs`.
 
     Yields:
         A list to which every call of `head` adds its answer.
@@ -148,16 +204,18 @@ def logprobs_of(
         rows, wanted = hidden.flatten(0, -2), labels
         if positions is not None:
             rows, wanted = rows[positions], labels[positions]
-        part = _local_part(head)
-        found = linear_logprobs(
-            rows, labels=wanted, temperature=temperature, replay=kept_ids, is_deterministic=is_deterministic, **part
+        options = {"replay": kept_ids, "is_deterministic": is_deterministic, "kernels": kernels}
+        found = linear_logprobs(rows, labels=wanted, temperature=temperature, **options, **_local_part(head))
+        gate = EntropyGate()
+        values = torch.stack(
+            [found.logprobs, _Gated.apply(found.entropy, gate), *([] if kept_ids is None else [found.full_logprobs])],
+            dim=-1,
         )
-        values = torch.stack([*found, *([] if kept_ids is None else [found.full_logprobs])], dim=-1)
         if positions is not None:
             values = values.new_zeros(len(labels), values.shape[-1]).masked_scatter(positions[:, None], values)
         # FSDP warns of a plain view
         values = torch.ops.aten._unsafe_view(values, [*hidden.shape[:-1], values.shape[-1]])
-        answers.append(HeadAnswer(values, values._version))
+        answers.append(HeadAnswer(values, values._version, gate))
         return values
 
     own = {name: value for name, value in vars(head).items() if name == "forward"}  # a faster one may have been set
@@ -192,6 +250,8 @@ class _Blocks(NamedTuple):
     num_kept: int
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """multiplies hidden states by rows of the weight"""
+    kernels: ModuleType | None
+    """the module of fused kernels, if they compute the blocks"""
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> Tensor:
         """Return the logits of one block.
@@ -205,6 +265,24 @@ class _Blocks(NamedTuple):
         rows = slice(first, first + self.size)
         return self.product(hidden, weight[rows], None if bias is None else bias[rows])
 
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the statistics of one block; labels count from its first column."""
+        return (self.kernels or formulas).block_statistics(logits, labels, self.temperature)
+
+    def gradient(self, logits: Tensor, labels: Tensor, totals: tuple[Tensor | None, ...], is_kept: bool) -> Tensor:
+        """Return the gradient of one block.
+
+        Args:
+            logits: the block; a kernel overwrites it unless it is kept.
+            labels: token ids, counted from the block's first column.
+            totals: further arguments of `block_gradient`.
+            is_kept: true if a second backward pass may read the block.
+        """
+        if self.kernels is None:
+            return formulas.block_gradient(logits, labels, self.temperature, *totals)  # type: ignore[arg-type]
+        out = None if is_kept else logits
+        return self.kernels.block_gradient(logits, labels, self.temperature, *totals, out=out)
+
 
 class _LinearLogprobs(torch.autograd.Function):
     """The formulas are those of `rlite.algorithms.logprobs`; labels count from the first row of `weight`."""
@@ -217,8 +295,7 @@ class _LinearLogprobs(torch.autograd.Function):
         kept, num_kept = [], blocks.num_kept
         for number, first in enumerate(range(0, len(weight), blocks.size)):
             logits = blocks.logits(hidden, weight, bias, first)
-            block = formulas.block_statistics(logits, labels - first, blocks.temperature)
-            statistics = formulas.merge(statistics, block)
+            statistics = formulas.merge(statistics, blocks.statistics(logits, labels - first))
             if restricted is not None:
                 restricted.read(number, first, logits)
             num_kept -= logits.numel()
@@ -249,13 +326,12 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(log_sums)
         if restricted is not None:
             grad_logprobs = restricted.take_gradient(grad_logprobs, labels, grad_full_logprobs)
-        if grad_entropies is not None and grad_entropies.device.type == "cpu" and not grad_entropies.any():
-            grad_entropies = None  # not requested; on a GPU a check would take longer than it saves
         totals = log_sums, entropies, grad_logprobs, grad_entropies
         for number, first in enumerate(range(0, len(weight), blocks.size)):
             rows = slice(first, first + blocks.size)
-            logits = kept[number] if number < len(kept) else blocks.logits(hidden, weight, bias, first)
-            grad = formulas.block_gradient(logits, labels - first, blocks.temperature, *totals)
+            is_kept = number < len(kept)
+            logits = kept[number] if is_kept else blocks.logits(hidden, weight, bias, first)
+            grad = blocks.gradient(logits, labels - first, totals, is_kept)
             if restricted is not None:
                 restricted.add_gradient(number, first, grad)
             grad = grad.to(hidden.dtype)
@@ -343,4 +419,6 @@ class _KeptLogits:
             grad: `[rows, columns]`.
         """
         pairs = slice(*self._spans[number])
-        grad.index_put_((self._kept_ids.rows[pairs], self._columns[pairs] - first), self._grad[pairs], accumulate=True)
+        grad.index_put_(
+            (self._kept_ids.rows[pairs], self._columns[pairs] - first), self._grad[pairs].to(grad), accumulate=True
+        )

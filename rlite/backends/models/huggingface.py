@@ -449,12 +449,13 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             return self._logprobs_of_logits(data, share, labels, temperature, kept)
         own_kept = kept if kept is None or share.is_whole else kept.select(share.own_positions())
         wanted = None if positions is None else share.take_any(positions)
-        with logprobs_of(head, share.take(labels), temperature, wanted, own_kept, self.is_deterministic) as answers:
+        how = own_kept, self.is_deterministic, self.head_kernels
+        with logprobs_of(head, share.take(labels), temperature, wanted, *how) as answers:
             output = self._unexpanded_logits(data, share)
         if len(answers) != 1 or not answers[0].is_what_became(output, share):
             self._changes_logits = True
             return self._logprobs_of_logits(data, share, labels, temperature, kept)
-        return TokenLogprobs(*share.expand(output).unbind(-1))
+        return TokenLogprobs(*answers[0].columns(share.expand(output)))
 
     def _logprobs_of_logits(
         self, data: Mapping[str, Any], share: ContextShare, labels: Tensor, temperature: float, kept: KeptIds | None

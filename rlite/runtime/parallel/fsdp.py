@@ -111,6 +111,7 @@ def shard(
     compute_dtype: torch.dtype,
     param_dtype: torch.dtype,
     experts: Sequence[nn.Module] = (),
+    reshard_after_forward: bool = True,
 ) -> None:
     """Apply FSDP2 to each unit and to the module itself. A single rank without mixed precision needs none.
 
@@ -123,6 +124,7 @@ def shard(
         compute_dtype: dtype of parameters in forward and backward passes.
         param_dtype: dtype in which parameters are stored.
         experts: modules inside of units that have a mesh of their own, the mesh of experts, if the layout has one.
+        reshard_after_forward: free a unit's gathered weights after its forward pass; else its backward pass frees them.
     """
     if mesh.num_averaged * mesh.dims.tensor == 1 and compute_dtype == param_dtype:
         return
@@ -131,9 +133,9 @@ def shard(
         outer = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         inner = replace(outer, cast_forward_inputs=False)
     for each in experts if mesh.dims.has_expert_mesh else ():
-        fully_shard(each, mesh=mesh.expert_data, mp_policy=inner)
+        fully_shard(each, mesh=mesh.expert_data, mp_policy=inner, reshard_after_forward=reshard_after_forward)
     for unit in units:
-        fully_shard(unit, mesh=mesh.data, mp_policy=inner)
+        fully_shard(unit, mesh=mesh.data, mp_policy=inner, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh.data, mp_policy=outer)
 
 

@@ -11,12 +11,22 @@ from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.types import Aggregation, BalanceBy, ExpertsImplementation, KLEstimator, PackingMethod, Schedule
+from rlite.types import (
+    Aggregation,
+    BalanceBy,
+    ByMemory,
+    CompiledParts,
+    ExpertsImplementation,
+    KLEstimator,
+    PackingMethod,
+    Schedule,
+)
 
 OptimizerName = Literal["adamw", "muon"]
 BUILD_OPTIONS = (
     *("tp_size", "sp_size", "ep_size", "balance_by", "packing_method", "share_prefixes", "max_grad_norm"),
     *("gradient_checkpointing", "use_liger_kernel", "offload_optimizer", "drop_untrained"),
+    *("reshard_after_forward", "compile", "fused_head"),
     *("experts_implementation", "router_aux_loss_coef", "router_bias_update_rate"),
 )
 """options of a model that the engine's build takes under the same names"""
@@ -99,10 +109,16 @@ class ModelOptions(LayoutOptions):
     are those of whole sequences, up to rounding"""
     use_liger_kernel: bool = False
     """RMSNorm, rotary embedding and SwiGLU as Triton kernels (package liger-kernel); GPUs only"""
-    gradient_checkpointing: bool = True
-    """recompute activations in the backward pass"""
-    offload_optimizer: bool = True
-    """keep the optimizer's state in host memory between optimizer steps"""
+    compile: CompiledParts | None = None
+    """layers: compile each layer by torch.compile; null: run layers as they are"""
+    fused_head: bool = False
+    """log-probabilities and their gradient by Triton kernels of one pass over the logits (package triton); GPUs only"""
+    gradient_checkpointing: ByMemory = "auto"
+    """recompute activations in the backward pass; auto: if memory is short"""
+    offload_optimizer: ByMemory = "auto"
+    """keep the optimizer's state in host memory between optimizer steps; auto: if memory is short"""
+    reshard_after_forward: ByMemory = "auto"
+    """gather a layer's weights for its forward pass and again for its backward pass; auto: if memory is short"""
     drop_untrained: bool = False
     """leave tensors of the checkpoint that are not trained (vision parts, heads for further tokens) out of exports; by
     default exports copy them from the checkpoint, which has to be there then"""

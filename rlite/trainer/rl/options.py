@@ -37,7 +37,15 @@ from rlite.trainer.options import (
     TrainerOptions,
 )
 from rlite.trainer.run.best import check_evaluated
-from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, RoutingSource, Schedule
+from rlite.types import (
+    Aggregation,
+    ByMemory,
+    GenerationHyperparameters,
+    KLEstimator,
+    KLLossEstimator,
+    RoutingSource,
+    Schedule,
+)
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
@@ -167,10 +175,10 @@ class CriticOptions(ReferenceOptions):
 
     model_name: str | None = None
     """folder or hub name of the checkpoint that the critic begins with; default: the actor's, with a new head"""
-    gradient_checkpointing: bool | None = None
-    """recompute activations in the backward pass"""
-    offload_optimizer: bool | None = None
-    """keep the optimizer's state in host memory between optimizer steps"""
+    gradient_checkpointing: ByMemory | None = None
+    """recompute activations in the backward pass; auto: if memory is short"""
+    offload_optimizer: ByMemory | None = None
+    """keep the optimizer's state in host memory between optimizer steps; auto: if memory is short"""
     avg_level: Aggregation | None = None
     """mean of the value loss, one of the choices of actor.avg_level"""
     router_aux_loss_coef: Rate | None = None

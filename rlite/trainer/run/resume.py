@@ -35,9 +35,14 @@ MAY_DIFFER = {
             *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
         )
     ),
+    *(
+        f"{model}.{name}"
+        for model in ("actor", "critic")
+        for name in ("gradient_checkpointing", "offload_optimizer", "reshard_after_forward")
+    ),
 }
-"""options that may change while a run is still the same run: where and how long it runs, what it writes, and the files
-of its own code"""
+"""options that may change while a run is still the same run: where and how long it runs, what it writes, the files of
+its own code, and what only saves memory"""
 STARTED = "started"
 """fact of a checkpoint: the time at which its run started"""
 

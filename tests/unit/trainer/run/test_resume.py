@@ -56,6 +56,12 @@ def test_the_same_run_goes_on_with_other_limits_and_logs(used: Path, key: str, v
     assert decide(used, changed(key, value)) == "latest"
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "offload_optimizer"])
+def test_a_run_of_a_version_that_always_saved_memory_goes_on(used: Path, name: str) -> None:
+    (used / "config.yaml").write_text(yaml.safe_dump(changed(f"actor.{name}", True)))
+    assert decide(used, changed(f"actor.{name}", "auto")) == "latest"
+
+
 def test_every_option_of_a_run_but_its_seed_may_differ() -> None:
     options = {*TrainerOptions.model_fields, *EpochOptions.model_fields}
     assert {name for name in options if f"trainer.{name}" not in MAY_DIFFER} == {"seed"}
