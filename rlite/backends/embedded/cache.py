@@ -203,8 +203,8 @@ class CacheSizes:
 class PagedCache:
     """Keys and values of every attention layer and page. Layers of equal sizes have one allocation each.
 
-    Keys and values are `[pages, BLOCK, kv_heads, width]` per layer, unless they are blocked: on CPU in float32, if torch
-    has fbgemm, keys are `[pages, kv_heads, width, BLOCK]` and values `[pages, kv_heads, BLOCK, width]`. A query's
+    Keys and values are `[pages, BLOCK, kv_heads, width]` per layer, unless they are blocked: on CPU in float32, if
+    torch has fbgemm, keys are `[pages, kv_heads, width, BLOCK]` and values `[pages, kv_heads, BLOCK, width]`. A query's
     product with a block of keys is then a weighted sum of rows (see `DecodePlan`).
 
     A layer that reads an earlier layer's keys and values has its tensors, and writes nothing.

@@ -5,7 +5,7 @@ that have ended stay in the tree until others need the room, the least recently 
 belongs to one sequence, which writes to it: whoever continues from its first tokens copies them to a page of its own.
 
     root -- page of 64 tokens -+- page of 64 tokens -- page of 17 tokens
-                           +- page of 64 tokens -- ...
+                               +- page of 64 tokens -- ...
 
 A node's page is referenced once by the node, and once by each running sequence that reads it. A sequence that refers to
 a node's page refers to the pages of all nodes above it, too. So every page that only nodes refer to can be evicted.

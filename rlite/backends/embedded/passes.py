@@ -11,8 +11,9 @@ this machine's kernels.
 Decode steps captured as CUDA graphs, so that a small model's step costs no kernel launches.
 
 A graph replays the same kernels on the same addresses. A step is captured for a number of rows, rounded up to a bucket,
-and without the paged kernel for a number of pages, too. Rows without a sequence read and write page TRASH. Its inputs are copied into buffers at fixed addresses. Captures are discarded when weights
-or cache move. Weights that are written in place need no new capture. Sampling is not captured.
+and without the paged kernel for a number of pages, too. Rows without a sequence read and write page TRASH. The inputs
+of a step are copied into buffers at fixed addresses. Captures are discarded when weights or cache move. Weights that
+are written in place need no new capture. Sampling is not captured.
 
 A step is captured when its buckets first occur. The capture takes as long as a few steps.
 """

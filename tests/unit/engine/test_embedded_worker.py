@@ -240,11 +240,15 @@ def test_kept_caches_end_with_the_weights_that_made_them(model_dir) -> None:
     assert worker._scheduler.num_reused == 63, "the cache was given back"
 
 
-def test_a_deterministic_worker_reuses_nothing_if_decode_and_prefill_differ(model_dir) -> None:
+def test_a_deterministic_worker_reuses_prompts_alone_if_decode_and_prefill_differ(model_dir) -> None:
     worker = worker_of(model_dir(), deterministic=True, dtype="bfloat16")
-    first, second = (run(worker, requests_of(prompts_of(64)))[0] for _ in range(2))
+    first, second = (run(worker, requests_of(prompts_of(100), ignore_eos=True))[0] for _ in range(2))
     assert first.logprobs == second.logprobs
-    assert worker._scheduler.num_reused == 0
+    assert worker._scheduler.num_reused == 99
+    turn = requests_of([[*prompts_of(100)[0], *first.token_ids, 5]])
+    continued = run(worker, turn)[0]
+    assert worker._scheduler.num_reused == 99 + 99
+    assert continued == run(worker_of(model_dir(), deterministic=True, dtype="bfloat16"), turn)[0]
 
 
 def test_new_weights_are_served_after_a_write_in_place(model_dir) -> None:
