@@ -113,8 +113,10 @@ class PagePool:
             while path[-1].state is None and len(path) > 1:
                 path.pop()
         now = next(self._clock)
-        for node in (*path, tail or self._root):
+        for node in path:
             node.used = now
+        if tail is not None:  # the state of a session goes on elsewhere
+            tail.used = 0 if self._has_states else now
         pages = [node.page for node in path[1:]]
         state = (path[-1] if tail is None else tail).state
         return Prefix(pages, None if tail is None else tail.page, len(pages) * PAGE + num_shared, state)
@@ -143,12 +145,20 @@ class PagePool:
             pass
         return node
 
-    def keep_state(self, node: Node) -> int | None:
-        """Return the slot to which the state behind a node's last token is copied, None if it is kept already."""
-        if node.state is not None or node is self._root:
+    def keep_state(self, node: Node, may_evict: bool) -> int | None:
+        """Find a slot for the state behind a node's last token.
+
+        Args:
+            node: the node.
+            may_evict: forget another state if there is no free slot, at first one at a page border.
+
+        Returns:
+            The slot to which the state is copied. None if it is kept already, or there is no slot.
+        """
+        if node.state is not None or node is self._root or not (self._free_states or may_evict):
             return None
         if not self._free_states:
-            self._forget_state(min(self._stateful, key=lambda other: other.used))
+            self._forget_state(min(self._stateful, key=lambda other: (len(other.key) < PAGE * _TOKEN, other.used)))
         node.state, self._stateful[node] = self._free_states.pop(), None
         return node.state
 

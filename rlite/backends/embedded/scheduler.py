@@ -144,7 +144,8 @@ class Scheduler:
         keeps_caches: later sequences may continue from what decode steps wrote. Otherwise only prompts are shared, and
             a sequence gets all its pages at once, so that it is never recomputed.
         has_state: sequences also have recurrent states. A state belongs to all tokens that were computed, so a sequence
-            continues from a kept state: at the end of a prompt, at its last page border, or where a sequence ended.
+            continues from a kept state: at the end of a prompt with siblings, at the last page border of a prompt if
+            there is a free slot, or where a sequence ended.
     """
 
     def __init__(
@@ -279,8 +280,10 @@ class Scheduler:
             num = min(num, prompt_end)
         has_tail = num == prompt_end or (num > prompt_end and not self._has_state)
         node = self.pool.insert(sequence.tokens[:num], sequence.pages, has_tail)
-        if has_tail or num % PAGE == 0:
+        if num == prompt_end and self._has_state and any(s.prompt_key == sequence.prompt_key for s in self.waiting):
             self._keep_state(node, sequence)
+        elif num % PAGE == 0:
+            self._keep_state(node, sequence, may_evict=False)
 
     def _share_all(self, sequence: RunningSequence) -> None:
         """Make all tokens of a sequence known that leaves its row."""
@@ -289,8 +292,8 @@ class Scheduler:
             node = self.pool.insert(sequence.tokens[: sequence.num_cached], sequence.pages, has_tail=True)
             self._keep_state(node, sequence)
 
-    def _keep_state(self, node: Node, sequence: RunningSequence) -> None:
-        if self._has_state and (slot := self.pool.keep_state(node)) is not None:
+    def _keep_state(self, node: Node, sequence: RunningSequence, may_evict: bool = True) -> None:
+        if self._has_state and (slot := self.pool.keep_state(node, may_evict)) is not None:
             self._copies.states.append((sequence.row, slot))
 
     def burst(self, max_steps: int) -> int:
