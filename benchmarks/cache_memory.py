@@ -48,12 +48,12 @@ def main() -> None:
     """Serve the requests, and print the sequences at once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     size = args.mebibytes << 20
     with tempfile.TemporaryDirectory() as folder:
-        build_model(Path(folder), 128, 4, 512)
+        build_model(Path(folder))
         options = EmbeddedOptions(max_model_len=MAX_LEN, max_num_seqs=args.requests, kv_cache_memory_bytes=size)
         worker = EmbeddedWorker(folder, options, torch.device("cpu"))
     scheduler, running, new = worker._scheduler, list[int](), requests_of(args.requests, args.seed)

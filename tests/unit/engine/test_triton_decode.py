@@ -1,7 +1,7 @@
 """The Triton kernel of decode steps, without a GPU: its numbers by Triton's interpreter, and its code for three GPUs.
 
-The interpreter must be chosen before Triton is imported, so the numbers are computed in a process of its own, which runs
-this file.
+The interpreter must be chosen before Triton is imported, so the numbers are computed in a process of its own, which
+runs this file.
 """
 
 from __future__ import annotations
