@@ -19,7 +19,7 @@ HOMES = {
     "sglang": "rlite/backends/sglang/",
     "peft": "rlite/backends/models/lora.py",
     "liger_kernel": "rlite/backends/models/linear.py",
-    "triton": "rlite/backends/models/triton_head.py",
+    "triton": ("rlite/backends/models/triton_head.py", "rlite/backends/embedded/triton_decode.py"),
     "lm_eval": "rlite/evaluation/lm_eval.py",
     "math_verify": "rlite/rollout/rewards/math.py",
     "aiohttp": (

@@ -58,7 +58,7 @@ class RolloutMemory:
 def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: float | None) -> RolloutMemory:
     """Return the memory that a replica takes on each of its devices.
 
-    Executor torch allocates a slot of `max_model_len` tokens for each of `max_num_seqs` sequences, as far as they fit.
+    Executor torch allocates pages for `max_num_seqs` sequences of `max_model_len` tokens, as far as they fit.
     The other executors fill the memory that they may have with cache. If the memory is not given, the cache is counted
     for `max_num_seqs` sequences of `max_model_len` tokens.
 
@@ -79,10 +79,10 @@ def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: f
     length = options.max_model_len or (None if is_embedded else longest)
     cls = transformers_class(model) or type(model)
     weights, layers = _on_device(model, attention_layers(cls, config), options)
-    shape = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers).cache_shape(1)
+    sizes = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers)
     state = recurrent_bytes(cls, config, dtype) if find_mixers(model) else 0
-    length, weights = shape.max_len, weights * dtype.itemsize
-    per_sequence = shape.slot_elements * dtype.itemsize + state
+    length, weights = sizes.max_model_len, weights * dtype.itemsize
+    per_sequence = sizes.pages_per_sequence * sizes.page_bytes + state
     num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
     if device_memory_gib is not None:
         room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights

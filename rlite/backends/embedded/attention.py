@@ -1,6 +1,6 @@
-"""Attention over the slot cache, registered with transformers under `ATTENTION`.
+"""Attention over the paged cache, registered with transformers under `ATTENTION`.
 
-A model whose `config._attn_implementation` is this name calls `slot_attention` in each layer. The plan of the current
+A model whose `config._attn_implementation` is this name calls `page_attention` in each layer. The plan of the current
 `mixing` block computes the attention: layers of many classes do not hand arguments on. No mask function is registered
 under the name, so transformers builds no masks.
 """
@@ -8,8 +8,8 @@ under the name, so transformers builds no masks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rlite.backends.embedded.cache import GatherIndex, SlotCache, Targets
+from rlite.backends.embedded.cache import GatherIndex, PagedCache, Targets, rows_of_pages
+from rlite.backends.embedded.pages import num_pages
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.attention import (
     Bounds,
@@ -35,7 +36,7 @@ from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.models.mixers import Mixer, Mixing, State, current_mixing, map_outputs
 from rlite.backends.serving.native import decode_attention
 
-ATTENTION = "rlite_slots"
+ATTENTION = "rlite_pages"
 
 
 class AttentionPlan(Mixing):
@@ -44,11 +45,14 @@ class AttentionPlan(Mixing):
     All tensors are `[tokens, (kv_)heads, width]`. The plan also knows the states from which mixers continue.
     """
 
-    cache: SlotCache
+    cache: PagedCache
     targets: Targets
     """rows of the cache for the keys and values of this pass"""
-    places: tuple[Tensor, Tensor] | None = None
-    """slots and positions of the tokens; None beside the cache"""
+
+    @property
+    def places(self) -> Tensor | None:
+        """Places of the tokens in the cache, `[tokens]`; None beside the cache."""
+        return None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values to the cache, for later tokens to read.
@@ -76,7 +80,7 @@ class AttentionPlan(Mixing):
         """
 
 
-def slot_attention(
+def page_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, scaling: float, **asked: Any
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer with the current plan; transformers calls this function.
@@ -102,14 +106,14 @@ def slot_attention(
     return attended.view(batch, tokens, heads, -1), None
 
 
-AttentionInterface.register(ATTENTION, slot_attention)
+AttentionInterface.register(ATTENTION, page_attention)
 
 
 class PrefillPlan(AttentionPlan):
-    """Chunks of many prompts packed in one row. Each chunk attends to its own slot alone.
+    """Chunks of many prompts packed in one row. Each chunk attends to its own sequence alone.
 
     Args:
-        cache: the cache of the slots.
+        cache: the cache.
         chunks: the chunks, in the order of the row.
         is_flash: compute the attention of all chunks by one call of `varlen`, not by one call for each chunk.
         is_invariant: compute tokens with the bits of decode steps, by `rlite.backends.models.batch_invariant.attend`.
@@ -117,7 +121,7 @@ class PrefillPlan(AttentionPlan):
     """
 
     def __init__(
-        self, cache: SlotCache, chunks: Sequence[Chunk], is_flash: bool, is_invariant: bool, is_fixed: bool = False
+        self, cache: PagedCache, chunks: Sequence[Chunk], is_flash: bool, is_invariant: bool, is_fixed: bool = False
     ) -> None:
         self.cache, self.chunks, device = cache, chunks, cache.device
         self._is_flash, self._is_invariant, self._is_fixed = is_flash, is_invariant, is_fixed
@@ -125,21 +129,20 @@ class PrefillPlan(AttentionPlan):
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
-        slots = torch.from_numpy(np.repeat([c.slot for c in chunks], lengths)).to(device)
-        self.places = slots, places
-        self.targets = cache.targets(slots, places)
+        rows = [rows_of_pages(c.pages, c.start, c.stop) for c in chunks]
+        self.targets = Targets(torch.from_numpy(np.concatenate(rows)).to(device))
         if is_flash:
             sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
             cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
             self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
-            self._past: tuple[Tensor, Tensor] | None = None
-            """slots and positions of the keys that the chunks see, if some are of an earlier forward"""
+            self._seen: Tensor | None = None
+            """places of the keys that the chunks see, if some are of an earlier forward"""
             if any(c.start for c in chunks):
-                past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
-                self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
+                seen = [rows_of_pages(c.pages, 0, c.stop) for c in chunks]
+                self._seen = torch.from_numpy(np.concatenate(seen)).to(device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of the chunks to their slots.
+        """Compute the attention of the chunks to their sequences.
 
         Args:
             layer: index of the layer.
@@ -153,24 +156,34 @@ class PrefillPlan(AttentionPlan):
         """
         self.write(layer, key, value)
         if self._is_flash:
-            if self._past is not None:
-                key, value = self.cache.at(layer, *self._past)
+            if self._seen is not None:
+                key, value = self.cache.at(layer, self._seen)
             return varlen(query, key, value, self._bounds, *weighting)
         outputs = []
         for chunk, (q, k, v) in zip(self.chunks, _by_chunk(self.chunks, query, key, value), strict=True):
             if self._is_invariant:
-                k, v = self.cache.sequence(layer, chunk.slot, _round_up(chunk.stop))
+                k, v = self._keys_of(layer, chunk)
                 out = attend(q[0], k[0], v[0], chunk.start, weighting.scale)
             else:
                 if chunk.start > 0 or self._is_fixed:
-                    k, v = self.cache.sequence(layer, chunk.slot, chunk.stop)
+                    k, v = (x[:, :, : chunk.stop] for x in self._keys_of(layer, chunk))
                 compute = _masked_attention if self._is_fixed else causal_attention
                 out = compute(q, k, v, *weighting)[0]
             outputs.append(out.transpose(0, 1))
         return torch.cat(outputs)
 
+    @property
+    def places(self) -> Tensor:
+        """Places of the tokens in the cache, `[tokens]`."""
+        return self.targets.rows
+
+    def _keys_of(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all pages up to the end of a chunk."""
+        pages = torch.tensor(chunk.pages[: num_pages(chunk.stop)], device=self.cache.device)
+        return self.cache.gathered(layer, pages[None])
+
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
-        """Compute each chunk from the state in its slot, and leave the state after its last token there.
+        """Compute each chunk from the state of its row, and leave the state after its last token there.
 
         Args:
             mixer: the mixer.
@@ -182,7 +195,7 @@ class PrefillPlan(AttentionPlan):
         states, parts = self.cache.states, _split_chunks(self.chunks, hidden_states)
         outputs: list[Any] = [None] * len(parts)
         for group in equal_chunks(self.chunks):
-            slots = [slice(self.chunks[i].slot, self.chunks[i].slot + 1) for i in group]
+            slots = [slice(self.chunks[i].row, self.chunks[i].row + 1) for i in group]
             before = states.take(mixer.number, slots[0]) if self.chunks[group[0]].start else None
             batch, after = mixer.run(torch.cat([parts[i] for i in group]), before)
             for row, (i, slot) in enumerate(zip(group, slots, strict=True)):
@@ -300,25 +313,51 @@ class ScoringPlan(AttentionPlan):
         return _join_chunks(self._chunks, outputs)
 
 
-class NativeDecodePlan(AttentionPlan):
-    """One token of each of the first slots, computed by `decode.c`: each sequence at its own length.
+class StepsPlan(AttentionPlan):
+    """One token of each row, for the steps of a burst.
 
     Args:
-        cache: the cache of the slots, whose keys are blocked.
+        cache: the cache.
+        table: pages of the rows' sequences, `[rows, pages]`.
         positions: positions of the tokens, `[steps, rows]`.
+        first_row: row of the first sequence.
     """
 
-    def __init__(self, cache: SlotCache, positions: Tensor) -> None:
-        self.cache, self._positions = cache, positions
-        self._slots = torch.arange(positions.shape[1], device=positions.device)
-        self.go_to(0)
+    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, first_row: int = 0) -> None:
+        self.cache, self.table, self._positions, self._first_row = cache, table, positions, first_row
+        self._step = 0
 
     def go_to(self, step: int) -> None:
-        """Advance to this step."""
-        self._step, self.places = step, (self._slots, self._positions[step])
+        """Advance to this step, which must follow the current step."""
+        self._step = step
+
+    @property
+    def places(self) -> Tensor:
+        """Places of the tokens in the cache, `[rows]`."""
+        positions = self._positions[self._step]
+        return self.table.gather(1, positions[:, None] // BLOCK)[:, 0] * BLOCK + positions % BLOCK
+
+    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
+        """Compute the next token of the rows, and advance their states.
+
+        Args:
+            mixer: the mixer.
+            hidden_states: `[rows, 1, width]`.
+
+        Returns:
+            The output of the mixer's module.
+        """
+        rows = slice(self._first_row, self._first_row + len(hidden_states))
+        output, after = mixer.run(hidden_states, self.cache.states.take(mixer.number, rows))
+        self.cache.states.put(mixer.number, rows, after)
+        return output
+
+
+class NativeDecodePlan(StepsPlan):
+    """Steps that `decode.c` computes, each sequence at its own length. The keys of the cache are blocked."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of the rows to their slots, by one call.
+        """Write keys and values to the cache and compute the attention, by one call.
 
         Args:
             layer: index of the layer.
@@ -332,31 +371,46 @@ class NativeDecodePlan(AttentionPlan):
         """
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         positions = self._positions[self._step]
-        return decode_attention(query, key, value, positions, keys, values, weighting)
+        return decode_attention(query, key, value, positions, self.table, keys, values, weighting)
 
-    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
-        """Compute the next token of the first slots.
+
+PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Weighting], Tensor]
+"""(query, keys, values, table, positions, weighting) -> output, see `triton_decode.paged_decode`"""
+
+
+class KernelDecodePlan(StepsPlan):
+    """Steps that a kernel computes, each sequence at its own length. No shape depends on the lengths."""
+
+    def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, kernel: PagedKernel) -> None:
+        super().__init__(cache, table, positions)
+        self._kernel = kernel
+        self.go_to(0)
+
+    def go_to(self, step: int) -> None:
+        """Advance to this step."""
+        super().go_to(step)
+        self.targets = Targets(self.places)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+        """Compute the attention of the rows to their sequences.
 
         Args:
-            mixer: the mixer.
-            hidden_states: `[rows, 1, width]`.
+            layer: index of the layer.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
+            weighting: terms by which the layer weights the values.
 
         Returns:
-            The output of the mixer's module.
+            The attention output.
         """
-        return _mix_rows(self.cache, mixer, hidden_states, 0)
+        self.write(layer, key, value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return self._kernel(query, keys, values, self.table, self._positions[self._step], weighting)
 
 
-def _mix_rows(cache: SlotCache, mixer: Mixer, hidden_states: Tensor, first_slot: int) -> Any:
-    """Return the output of a mixer for one token of each slot from the first on, and advance the states."""
-    slots = slice(first_slot, first_slot + len(hidden_states))
-    output, after = mixer.run(hidden_states, cache.states.take(mixer.number, slots))
-    cache.states.put(mixer.number, slots, after)
-    return output
-
-
-class DecodePlan(AttentionPlan):
-    """One token of each of the first slots. The given sequence lengths include this token.
+class DecodePlan(StepsPlan):
+    """Steps that PyTorch computes. The given sequence lengths include the first step's token.
 
     Neighbouring rows form groups. A group is computed at the length of its longest row, so that little padding is read.
 
@@ -365,38 +419,40 @@ class DecodePlan(AttentionPlan):
     sums at nearly the memory bandwidth. A batched matrix product took twice as long, because few queries share a key
     head.
 
-    Otherwise the query heads that share a key head are folded into the query length. Keys and values are views of the
-    cache and are never repeated.
+    Otherwise the keys and values of a group are gathered, and the query heads that share a key head are folded into the
+    query length.
     """
 
     GROUP = 16
 
     def __init__(
         self,
-        cache: SlotCache,
-        lengths: Sequence[int],
+        cache: PagedCache,
+        table: Tensor,
         positions: Tensor,
-        first_slot: int = 0,
+        lengths: Sequence[int],
+        first_row: int = 0,
         is_padded: bool = True,
         is_invariant: bool = False,
     ) -> None:
         """Plan the first step.
 
         Args:
-            cache: the cache of the slots.
-            lengths: length of each sequence, in tokens.
+            cache: the cache.
+            table: pages of the rows' sequences, `[rows, pages]`.
             positions: positions of the tokens, `[steps, rows]`. The first step holds each sequence's last token; every
                 further step is one position later.
-            first_slot: slot of the first row.
+            lengths: length of each sequence, in tokens.
+            first_row: row of the first sequence.
             is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
                 up to whole blocks.
             is_invariant: sum values as `rlite.backends.models.batch_invariant.attend` does.
         """
-        self.cache, self._positions, self._lengths = cache, positions, lengths
-        self._first_slot, self._is_padded, self._is_invariant = first_slot, is_padded, is_invariant
+        super().__init__(cache, table, positions, first_row)
+        self._lengths, self._is_padded, self._is_invariant = lengths, is_padded, is_invariant
         self._rows = torch.arange(len(lengths), device=positions.device)
         self._groups = row_groups(lengths, self.GROUP) if is_padded else equal_groups(lengths)
-        self._width = min(_round_up(max(lengths) + len(positions) - 1), cache.max_len)
+        self._width = min(_round_up(max(lengths) + len(positions) - 1), table.shape[1] * BLOCK)
         self._biases: dict[int | None, Tensor] = {None: _bias(positions[0], self._width, cache)}
         """biases of the current step, by window"""
         self._look_up(0)
@@ -413,22 +469,24 @@ class DecodePlan(AttentionPlan):
         self._biases = {None: bias}
 
     def _look_up(self, step: int) -> None:
-        self._step, first = step, self._first_slot
-        self.places = self._rows + first, self._positions[step]
-        self.targets = self.cache.targets(*self.places)
+        self._step = step
+        self.targets = Targets(self.places)
         self._gather_indices: dict[tuple[int, ...], list[GatherIndex]] = {}
         """indices of each group by the sizes of a layer, held here besides: the cache may forget them"""
 
+    def _table_of(self, start: int, stop: int, length: int) -> Tensor:
+        """Return the pages of a group's first positions."""
+        return self.table[start:stop, : num_pages(length)]
+
     def _gather_index(self, layer: int) -> list[GatherIndex]:
-        sizes, first = self.cache.layers[layer][:3], self._first_slot
+        sizes = self.cache.layers[layer][:3]
         if sizes not in self._gather_indices:
-            index = partial(self.cache.gather_index, layer)
-            found = [index(first + a, first + b, -(-length // BLOCK)) for a, b, length in self._groups]
+            found = [self.cache.gather_index(layer, self._table_of(*group)) for group in self._groups]
             self._gather_indices[sizes] = found
         return self._gather_indices[sizes]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of the rows to their slots.
+        """Compute the attention of the rows to their sequences.
 
         Args:
             layer: index of the layer.
@@ -454,23 +512,10 @@ class DecodePlan(AttentionPlan):
             ]
         else:
             parts = [
-                self._product(layer, query[start:stop], bias[start:stop, ..., :length], start, scale, softmax)
-                for start, stop, length in self._groups
+                self._product(layer, query[group[0] : group[1]], bias, group, scale, softmax) for group in self._groups
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out.reshape(*query.shape[:-1], -1)
-
-    def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
-        """Compute the next token of the plan's slots.
-
-        Args:
-            mixer: the mixer.
-            hidden_states: `[rows, 1, width]`.
-
-        Returns:
-            The output of the mixer's module.
-        """
-        return _mix_rows(self.cache, mixer, hidden_states, self._first_slot)
 
     def _weighted_sums(self, layer: int, query: Tensor, bias: Tensor, index: GatherIndex, softmax: Softmax) -> Tensor:
         (num, heads, dim), width = query.shape, index.num_blocks * BLOCK
@@ -489,18 +534,20 @@ class DecodePlan(AttentionPlan):
         parts = _weighted_sum(values, index.value_rows, starts.flatten(), probs).view(*starts.shape, -1)
         return reduce(torch.add, parts.unbind(1))
 
-    def _product(self, layer: int, query: Tensor, bias: Tensor, start: int, scale: float, softmax: Softmax) -> Tensor:
-        """Return the attention of the rows from `start` on, over the positions of `bias` [rows, 1, 1, positions]."""
+    def _product(
+        self, layer: int, query: Tensor, bias: Tensor, group: tuple[int, int, int], scale: float, softmax: Softmax
+    ) -> Tensor:
+        """Return the attention of a group's queries, over whole pages."""
         rows, heads, dim = query.shape
-        slots = slice(self._first_slot + start, self._first_slot + start + rows)
-        keys, values = (x[layer][slots, :, : bias.shape[-1]] for x in (self.cache.keys, self.cache.values))
+        keys, values = self.cache.gathered(layer, self._table_of(*group))
+        bias = bias[group[0] : group[1], ..., : keys.shape[2]]
         if not softmax.is_plain:
             return attention_of_scores(query[:, :, None], keys, values, bias, scale, softmax)
         query = query.reshape(rows, keys.shape[1], heads // keys.shape[1], dim)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
 
 
-def _bias(positions: Tensor, width: int, cache: SlotCache, window: int | None = None) -> Tensor:
+def _bias(positions: Tensor, width: int, cache: PagedCache, window: int | None = None) -> Tensor:
     """Return the additive mask `[rows, 1, 1, width]`: -inf after each row's position and before its window, else 0."""
     steps_back = positions[:, None] - torch.arange(width, device=positions.device)
     is_hidden = steps_back < 0

@@ -1,4 +1,4 @@
-"""The slot KV cache: its size, its memory layout, and the rows at which a token's keys and values are stored.
+"""The paged KV cache: its size, its memory layout, and the rows at which a token's keys and values are stored.
 
 The module also holds the options of the embedded executor.
 """
@@ -6,9 +6,9 @@ The module also holds the options of the embedded executor.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from rlite.backends.embedded.scheduler import Move
+from rlite.backends.embedded.pages import TRASH, num_pages
+from rlite.backends.embedded.scheduler import Copies
 from rlite.backends.embedded.state import SlotStates, state_bytes
 from rlite.backends.models.architecture import rope_limit
 from rlite.backends.models.batch_invariant import BLOCK
@@ -33,11 +34,18 @@ from rlite.runtime.replicas.replica import ExecutorOptions
 
 
 class EmbeddedOptions(ExecutorOptions):
-    """Options of `executor="torch"`. Each of `max_num_seqs` sequences has a slot in the KV cache.
+    """Options of `executor="torch"`. At most `max_num_seqs` sequences share the pages of the KV cache.
 
-    On a GPU, `gpu_memory_utilization` limits the number of slots.
+    On a GPU, `gpu_memory_utilization` limits the number of pages.
     """
 
+    kv_cache_memory_bytes: Count | None = None
+    """memory of keys and values on each device. If it is too small for `max_num_seqs` sequences, fewer run at once, and
+    a sequence may be interrupted and prefilled again. Default: room for `max_num_seqs` sequences of `max_model_len`
+    tokens, on a GPU as far as memory is free; on CPU, memory is taken when a page is first used"""
+    paged_kernel: bool = True
+    """on a GPU, decode with rlite's Triton kernel, which reads the pages in place. Without it, with a Triton that is
+    missing, or if the kernel computes something else than PyTorch at build, each step gathers all keys and values"""
     max_prefill_tokens: Count = 4096
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True
@@ -50,58 +58,47 @@ class EmbeddedOptions(ExecutorOptions):
 
 
 CONTEXT_LIMIT = 4096
-"""upper bound of the default max_model_len, because every slot has room for the longest sequence"""
+"""upper bound of the default max_model_len, because the cache has room for the longest sequence in every row"""
 DECODE_ROWS = 16
-"""slots of a decode step of fixed shape"""
+"""rows of a decode step of fixed shape"""
 NO_STATE: Mapping[int, State] = MappingProxyType({})
 GATHER_INDEX_BYTES = 64 << 20
-"""bytes for cached row indices of slot groups; beyond it they are forgotten"""
-
-
-class Rows(NamedTuple):
-    """Row indices at which a layer stores keys and values of some tokens: `[tokens * kv_heads]` each, token-major."""
-
-    rows: Tensor
-    """rows of the flat values, and of the flat keys unless keys are blocked"""
-    blocks: Tensor
-    """rows of the flat blocked keys"""
-    offsets: Tensor
-    """positions within a block"""
+"""bytes for cached row indices of groups of sequences; beyond it they are forgotten"""
+LOGITS_COPIES = 4
+"""float32 copies of the logits that sampling needs on a GPU"""
 
 
 class Targets:
     """Places at which keys and values of some tokens are stored.
 
     Args:
-        slots: `[tokens]`.
-        positions: `[tokens]`.
-        max_len: positions of a slot.
+        rows: `[tokens]`, page * BLOCK + position within the page.
     """
 
-    def __init__(self, slots: Tensor, positions: Tensor, max_len: int) -> None:
-        self._slots, self._positions, self._max_len = slots, positions, max_len
-        self._rows: dict[int, Rows] = {}
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def rows(self, num_kv_heads: int) -> Rows:
-        """Return the row indices in a layer with so many heads."""
-        if (found := self._rows.get(num_kv_heads)) is None:
-            heads = torch.arange(num_kv_heads, device=self._slots.device)
-            rows = (self._slots[:, None] * num_kv_heads + heads) * self._max_len + self._positions[:, None]
-            rows = rows.flatten()
-            found = self._rows[num_kv_heads] = Rows(rows, rows // BLOCK, rows % BLOCK)
+    def blocks(self, num_kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Return for each token and head the block of a layer with so many heads, and the position within it."""
+        if (found := self._blocks.get(num_kv_heads)) is None:
+            heads = torch.arange(num_kv_heads, device=self.rows.device)
+            blocks = (self.rows[:, None] // BLOCK * num_kv_heads + heads).flatten()
+            offsets = (self.rows % BLOCK).repeat_interleave(num_kv_heads)
+            found = self._blocks[num_kv_heads] = blocks, offsets
         return found
 
 
 class GatherIndex(NamedTuple):
-    """Arguments of `embedding_bag` to decode some slots over their first `num_blocks` blocks."""
+    """Arguments of `embedding_bag` to decode some sequences over their first `num_blocks` pages."""
 
     num_blocks: int
     key_rows: Tensor
     key_starts: Tensor
-    """start of each bag; one bag per slot, query head and block"""
+    """start of each bag; one bag per sequence, query head and page"""
     value_rows: Tensor
     value_starts: Tensor
-    """start of each bag; one bag per slot and query head"""
+    """start of each bag; one bag per sequence and query head"""
 
 
 class CacheShape(NamedTuple):
@@ -109,20 +106,21 @@ class CacheShape(NamedTuple):
 
     layers: AttentionLayers
     """the layers with attention, with the heads of this rank"""
-    num_slots: int
-    max_len: int
-    """positions of a slot; the cache rounds them up to whole blocks"""
+    num_pages: int
+    """the page of rows without a sequence included"""
+    num_states: int = 0
+    """slots of recurrent states"""
 
     @property
-    def slot_elements(self) -> int:
-        """Number of keys' and values' elements of one slot."""
+    def page_elements(self) -> int:
+        """Number of keys' and values' elements of one page."""
         own = [layer for layer in self.layers.values() if layer.source is None]
-        return self.max_len * sum(layer.num_key_heads * (layer.key_width + layer.value_width) for layer in own)
+        return BLOCK * sum(layer.num_key_heads * (layer.key_width + layer.value_width) for layer in own)
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Limits of one worker: the longest sequence, and the number of sequences that its KV cache holds."""
+    """Limits of one worker: the longest sequence, and the number of pages that its KV cache has."""
 
     options: EmbeddedOptions
     config: PreTrainedConfig
@@ -150,50 +148,64 @@ class CacheSizes:
             raise ConfigError(f"max_model_len={length} is beyond the model's {name}={limit}")
         return length
 
-    def cache_shape(self, num_slots: int) -> CacheShape:
-        """Return the shape of a cache for `num_slots` sequences."""
-        if self.options.deterministic:  # the last tile is as large as the others
-            num_slots += -num_slots % DECODE_ROWS
-        return CacheShape(self.layers, num_slots, self.max_model_len)
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages of the longest sequence."""
+        return num_pages(self.max_model_len)
 
-    def affordable_slots(self, device: torch.device, group: dist.ProcessGroup | None) -> int:
-        """Return the number of sequences that fit into the free memory; on CPU, return `max_num_seqs`.
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of keys and values of one page."""
+        return CacheShape(self.layers, 1).page_elements * self.dtype.itemsize
+
+    def cache_shape(self, device: torch.device, group: dist.ProcessGroup | None) -> CacheShape:
+        """Return the shape of the largest cache that is needed and fits.
 
         Args:
             device: device of the cache.
-            group: the ranks of the replica, which all take the smallest number.
+            group: the ranks of the replica, which all take the smallest number of pages.
 
         Raises:
             ConfigError: not even one sequence fits.
         """
-        options = self.options
-        if device.type != "cuda":
-            return options.max_num_seqs
-        shape = self.cache_shape(1)
-        # a model without attention has no keys and values
-        per_slot = max(1, shape.slot_elements * self.dtype.itemsize + state_bytes(self.state))
+        options, least = self.options, self.pages_per_sequence + 1
+        rows = options.max_num_seqs
+        most = rows * self.pages_per_sequence + 1
+        if options.deterministic:  # the last tile is as large as the others
+            rows += -rows % DECODE_ROWS
+        elif self.state:  # states are kept, too
+            rows *= 2
+        budget, origin = options.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        if budget is None and device.type == "cuda":
+            budget, origin = self._free_bytes(device, rows), "gpu_memory_utilization"
+        if budget is not None and self.page_bytes:
+            pages = torch.tensor(min(most, max(0, budget) // self.page_bytes), device=device)
+            if group is not None:
+                dist.all_reduce(pages, op=dist.ReduceOp.MIN, group=group)
+            most = int(pages)
+        if most < least:
+            needed, left = (f"{nbytes / 2**20:.1f} MiB" for nbytes in (least * self.page_bytes, max(budget or 0, 0)))
+            raise ConfigError(
+                f"one sequence of max_model_len={self.max_model_len} needs {needed} of KV cache, {left} are left at "
+                f"{origin}={getattr(options, origin)}; lower max_model_len or raise {origin}"
+            )
+        return CacheShape(self.layers, most, rows)
+
+    def _free_bytes(self, device: torch.device, num_states: int) -> int:
+        """Return the bytes of a GPU that are left for keys and values."""
+        options, vocab_size = self.options, self.config.get_text_config().vocab_size
         give_back_cached_memory()  # the driver counts it as taken
         free, total = torch.cuda.mem_get_info(device)
-        budget = total * options.gpu_memory_utilization - (total - free) - (shape.num_slots - 1) * per_slot
-        slots = torch.tensor(min(options.max_num_seqs, int(budget // per_slot)), device=device)
-        if group is not None:
-            dist.all_reduce(slots, op=dist.ReduceOp.MIN, group=group)
-        if slots < 1:
-            needed, left = (f"{nbytes / 2**20:.0f} MiB" for nbytes in (per_slot, max(budget, 0)))
-            raise ConfigError(
-                f"one sequence of max_model_len={shape.max_len} needs {needed} of KV cache, {left} are left at "
-                f"gpu_memory_utilization={options.gpu_memory_utilization}; lower max_model_len or raise "
-                "gpu_memory_utilization"
-            )
-        return int(slots)
+        reserved = num_states * state_bytes(self.state) + LOGITS_COPIES * 4 * options.max_num_seqs * vocab_size
+        return int(total * options.gpu_memory_utilization) - (total - free) - reserved
 
 
-class SlotCache:
-    """Keys and values of every attention layer and slot. Layers of equal sizes have one allocation each.
+class PagedCache:
+    """Keys and values of every attention layer and page. Layers of equal sizes have one allocation each.
 
-    Values are `[slots, kv_heads, max_len, width]` per layer. Keys have the same layout, unless they are blocked: on
-    CPU in float32 they are `[slots, kv_heads, max_len / BLOCK, width, BLOCK]` if torch has fbgemm. A query's product
-    with a block of keys is then a weighted sum of rows (see `DecodePlan`).
+    Keys and values are `[pages, BLOCK, kv_heads, width]` per layer, unless they are blocked: on CPU in float32, if
+    torch has fbgemm, keys are `[pages, kv_heads, width, BLOCK]` and values `[pages, kv_heads, BLOCK, width]`. A query's
+    product with a block of keys is then a weighted sum of rows (see `DecodePlan`).
 
     A layer that reads an earlier layer's keys and values has its tensors, and writes nothing.
 
@@ -209,48 +221,45 @@ class SlotCache:
     def __init__(
         self, shape: CacheShape, dtype: torch.dtype, device: torch.device, state: Mapping[int, State] = NO_STATE
     ) -> None:
-        self.states = SlotStates(state, shape.num_slots)
+        self.states = SlotStates(state, shape.num_states)
         # torch has the weighted sum of rows as a fast kernel where it has fbgemm
         has_fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
         self.is_blocked = has_fbgemm and device.type == "cpu" and dtype == torch.float32
         self.layers, self.dtype, self.device = shape.layers, dtype, device
-        self._num_slots = shape.num_slots
-        self.max_len = -(-shape.max_len // BLOCK) * BLOCK
+        self._num_pages = shape.num_pages
         self.keys: dict[int, Tensor] = {}
         """keys by layer"""
         self.values: dict[int, Tensor] = {}
         """values by layer"""
         self._storages: list[tuple[Tensor, Tensor]] = []
-        """keys and values [layers, slots, ...] of the layers of one kind"""
+        """keys and values [layers, pages, ...] of the layers of one kind"""
         by_kind: dict[AttentionLayer, list[int]] = {}
         for index, layer in shape.layers.items():
             by_kind.setdefault(layer, []).append(index)
         for layer, indices in by_kind.items():
             if layer.source is None:
-                self._storages.append(storage := self._allocate(layer, len(indices), shape.num_slots))
+                self._storages.append(storage := self._allocate(layer, len(indices)))
                 for index, keys, values in zip(indices, *storage, strict=True):
                     self.keys[index], self.values[index] = keys, values
         for index, layer in shape.layers.items():
             if layer.source is not None:
                 self.keys[index], self.values[index] = self.keys[layer.source], self.values[layer.source]
-        self._flat_keys = {
-            i: keys.view(-1, *keys.shape[-2 if self.is_blocked else -1 :]) for i, keys in self.keys.items()
-        }
         self.value_rows = {i: values.view(-1, values.shape[-1]) for i, values in self.values.items()}
         """the rows that `GatherIndex.value_rows` indexes, per layer"""
         self.key_rows = {i: keys.view(-1, BLOCK) for i, keys in self.keys.items()} if self.is_blocked else {}
         """the rows that `GatherIndex.key_rows` indexes, per layer"""
         self.routing: Tensor | None = None
-        """experts that were chosen where a token was read, `[slots, max_len, layers, K]`, -1 if that was not recorded;
+        """experts that were chosen where a token was read, `[pages * BLOCK, layers, K]`, -1 if that was not recorded;
         None: nothing was asked to be"""
-        self._gather_indices: dict[tuple[int, ...], GatherIndex] = {}
+        self._gather_indices: dict[tuple[int, int, int, int, bytes], GatherIndex] = {}
         self._index_bytes = 0
 
-    def _allocate(self, layer: AttentionLayer, num_layers: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        slots, width = (num_layers, num_slots, layer.num_key_heads), layer.key_width
-        row = (self.max_len // BLOCK, width, BLOCK) if self.is_blocked else (self.max_len, width)
-        keys = _zeros((*slots, *row), self.dtype, self.device)
-        return keys, _zeros((*slots, self.max_len, layer.value_width), self.dtype, self.device)
+    def _allocate(self, layer: AttentionLayer, num_layers: int) -> tuple[Tensor, Tensor]:
+        pages, heads, width, values = num_layers, layer.num_key_heads, layer.key_width, layer.value_width
+        keys = (heads, width, BLOCK) if self.is_blocked else (BLOCK, heads, width)
+        positions = (heads, BLOCK) if self.is_blocked else (BLOCK, heads)
+        make = partial(_zeros, dtype=self.dtype, device=self.device)
+        return make((pages, self._num_pages, *keys)), make((pages, self._num_pages, *positions, values))
 
     @property
     def nbytes(self) -> int:
@@ -260,10 +269,6 @@ class SlotCache:
     def addresses(self) -> tuple[int, ...]:
         """Return the addresses of the memory."""
         return tuple(tensor.data_ptr() for storage in self._storages for tensor in storage)
-
-    def targets(self, slots: Tensor, positions: Tensor) -> Targets:
-        """Return the places of tokens at (slot, position). Both arguments are `[tokens]`."""
-        return Targets(slots, positions, self.max_len)
 
     def write(self, layer: int, targets: Targets, key: Tensor, value: Tensor) -> None:
         """Write keys and values into one layer.
@@ -276,66 +281,60 @@ class SlotCache:
         """
         if self.layers[layer].source is not None:
             return
-        rows = targets.rows(key.shape[1])
-        key, value = key.reshape(-1, key.shape[-1]), value.reshape(-1, value.shape[-1])
         if self.is_blocked:
-            self._flat_keys[layer][rows.blocks, :, rows.offsets] = key
+            blocks, offsets = targets.blocks(key.shape[1])
+            self.keys[layer].flatten(0, 1)[blocks, :, offsets] = key.flatten(0, 1)
+            self.value_rows[layer].index_copy_(0, blocks * BLOCK + offsets, value.flatten(0, 1))
         else:
-            self._flat_keys[layer].index_copy_(0, rows.rows, key)
-        self.value_rows[layer].index_copy_(0, rows.rows, value)
+            for storage, new in ((self.keys, key), (self.values, value)):
+                storage[layer].flatten(0, 1).index_copy_(0, targets.rows, new)
 
-    def sequence(self, layer: int, slot: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first positions of one slot, `[1, kv_heads, length, width]` each.
+    def gathered(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of whole pages, `[sequences, kv_heads, pages * BLOCK, width]` each.
 
         Args:
             layer: index of the layer.
-            slot: index of the slot.
-            length: number of positions.
+            table: pages of each sequence, `[sequences, pages]`.
         """
-        keys = self.keys[layer][slot]
+        keys, values = self.keys[layer][table], self.values[layer][table]
         if self.is_blocked:
-            keys = keys[:, : -(-length // BLOCK)].transpose(2, 3).flatten(1, 2)
-        return keys[None, :, :length], self.values[layer][slot, None, :, :length]
+            return keys.permute(0, 2, 1, 4, 3).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
+        return keys.flatten(1, 2).transpose(1, 2), values.flatten(1, 2).transpose(1, 2)
 
-    def at(self, layer: int, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of tokens, `[tokens, kv_heads, width]` each.
 
         Args:
             layer: index of the layer.
-            slots: `[tokens]`, slots of the tokens.
-            positions: `[tokens]`, positions of the tokens.
+            rows: places of the tokens, see `Targets`.
         """
+        keys, values = self.keys[layer], self.values[layer]
         if self.is_blocked:
-            keys = self.keys[layer][slots, :, positions // BLOCK, :, positions % BLOCK]
-        else:
-            keys = self.keys[layer][slots, :, positions]
-        return keys, self.values[layer][slots, :, positions]
+            pages, offsets = rows // BLOCK, rows % BLOCK
+            return keys[pages, :, :, offsets], values[pages, :, offsets]
+        return keys.flatten(0, 1)[rows], values.flatten(0, 1)[rows]
 
-    def gather_index(self, layer: int, start: int, stop: int, blocks: int) -> GatherIndex:
-        """Return the row indices of slots [start, stop) over their first `blocks` blocks; recent results are cached.
+    def gather_index(self, layer: int, table: Tensor) -> GatherIndex:
+        """Return the row indices of sequences over their pages; recent results are cached.
 
         Args:
             layer: index of the layer. Layers with the same heads and width of keys have the same row indices.
-            start: first slot.
-            stop: end of the slots, exclusive.
-            blocks: number of blocks per slot.
+            table: pages of each sequence, `[sequences, pages]`.
         """
         heads, num_kv_heads, dim = self.layers[layer][:3]
-        if (found := self._gather_indices.get((heads, num_kv_heads, dim, start, stop, blocks))) is not None:
+        key = heads, num_kv_heads, dim, len(table), table.numpy().tobytes()
+        if (found := self._gather_indices.get(key)) is not None:
             return found
-        device, num = self.device, stop - start
+        device, (num, blocks) = self.device, table.shape
         # half of the memory to read wherever it is enough
         dtype = torch.int32 if max(self.keys[layer].numel(), self.values[layer].numel()) < 2**31 else torch.int64
         kv_heads = torch.arange(heads, device=device) // (heads // num_kv_heads)
-        first = (torch.arange(start, stop, device=device)[:, None] * num_kv_heads + kv_heads)[..., None]
-        value_rows = first * self.max_len + torch.arange(blocks * BLOCK, device=device)
-        block = first * (self.max_len // BLOCK) + torch.arange(blocks, device=device)
-        key_rows = block[..., None] * dim + torch.arange(dim, device=device)
+        block = (table[:, None] * num_kv_heads + kv_heads[:, None]).to(dtype)[..., None]
         found = GatherIndex(
             blocks,
-            key_rows.flatten().to(dtype),
+            (block * dim + torch.arange(dim, dtype=dtype, device=device)).flatten(),
             torch.arange(0, num * heads * blocks * dim, dim, dtype=dtype, device=device),
-            value_rows.flatten().to(dtype),
+            (block * BLOCK + torch.arange(BLOCK, dtype=dtype, device=device)).flatten(),
             torch.arange(0, num * heads * blocks * BLOCK, blocks * BLOCK, dtype=dtype, device=device),
         )
         num_bytes = sum(indices.nbytes for indices in found[1:])
@@ -343,47 +342,62 @@ class SlotCache:
             self._gather_indices.clear()
             self._index_bytes = 0
         self._index_bytes += num_bytes
-        self._gather_indices[heads, num_kv_heads, dim, start, stop, blocks] = found
+        self._gather_indices[key] = found
         return found
 
     def record_routing(self, shape: RoutingShape) -> None:
         """Keep the chosen experts beside the keys and values from now on, and copy them with these."""
         if self.routing is None:
-            sizes = self._num_slots, self.max_len, shape.num_layers, shape.top_k
+            sizes = self._num_pages * BLOCK, shape.num_layers, shape.top_k
             self.routing = torch.full(sizes, -1, dtype=torch.int64).to(shape.dtype).to(self.device)
 
-    def routing_of(self, slot: int, begin: int, length: int, steps: int) -> list[list[bytes]]:
+    def routing_of(self, pages: Sequence[int], begin: int, length: int, steps: int) -> list[list[bytes]]:
         """Return the chosen experts of a burst, see `rlite.data.routing`: a list for each step.
 
         Args:
-            slot: slot of the sequence.
+            pages: pages of the sequence.
             begin: first position that is told, in the list of the first step.
             length: tokens of the sequence at the first step.
             steps: number of steps.
         """
         assert self.routing is not None
-        table = self.routing[slot, begin : length - 1 + steps].flatten(1).cpu()
-        rows = [row.tobytes() for row in table.numpy()]
+        rows = torch.from_numpy(rows_of_pages(pages, begin, length - 1 + steps)).to(self.device)
+        table = self.routing[rows].flatten(1).cpu()
+        found = [row.tobytes() for row in table.numpy()]
         first = length - begin
-        return [rows[:first], *([row] for row in rows[first:])]
+        return [found[:first], *([row] for row in found[first:])]
 
-    def clear(self, slot: int) -> None:
-        """Write zeros into a slot that may hold non-finite values, before another sequence uses it."""
-        for keys, values in self._storages:
-            keys[:, slot] = 0
-            values[:, slot] = 0
-        self.states.drop(slot)
+    def clear(self, pages: Sequence[int]) -> None:
+        """Write zeros into pages that may hold non-finite values, before another sequence uses them."""
+        for storage in self._storages:
+            for tensor in storage:
+                tensor[:, list(pages)] = 0
 
-    def apply(self, moves: list[Move]) -> None:
-        """Copy slots, one move after the other."""
-        for move in moves:
-            blocks = -(-move.length // BLOCK) if self.is_blocked else move.length
-            for keys, values in self._storages:
-                for storage, stop in ((keys, blocks), (values, move.length)):
-                    storage[:, move.target, :, :stop] = storage[:, move.source, :, :stop]
-            self.states.copy(move.source, move.target)
+    def apply(self, copies: Copies) -> None:
+        """Copy pages and states, one after the other."""
+        for source, target in copies.pages:
+            for storage in self._storages:
+                for tensor in storage:
+                    tensor[:, target] = tensor[:, source]
             if self.routing is not None:
-                self.routing[move.target, : move.length] = self.routing[move.source, : move.length]
+                routing = self.routing.unflatten(0, (-1, BLOCK))
+                routing[target] = routing[source]
+        for source, target in copies.states:
+            self.states.copy(source, target)
+
+
+def rows_of_pages(pages: Sequence[int], start: int, stop: int) -> np.ndarray:
+    """Return the places (see `Targets`) of the positions [start, stop) of a sequence."""
+    positions = np.arange(start, stop)
+    return np.asarray(pages, dtype=np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
+
+
+def block_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the pages of sequences as a table `[sequences, most pages]`, filled up with page TRASH."""
+    table = np.full((len(pages), max(map(len, pages))), TRASH, dtype=np.int64)
+    for row, own in zip(table, pages, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(table).to(device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

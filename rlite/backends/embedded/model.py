@@ -330,7 +330,7 @@ class ShardedModel:
 
     def state_of_one(self) -> dict[int, State]:
         """Return the recurrent state of one sequence, by the number of the mixer, as the mixers make it."""
-        plan = ScoringPlan([Chunk(slot=0, start=0, stop=1, tokens=[0])], None, self.device)
+        plan = ScoringPlan([Chunk(row=0, start=0, stop=1, tokens=[0])], None, self.device)
         if self.has_state:
             with torch.inference_mode():
                 self.prompt_logits(plan)

@@ -3,16 +3,17 @@
 With `deterministic=true`, a request's bits do not depend on the rest of the batch. Llama, Qwen2, Qwen3 and Qwen3-MoE in
 float32 on CPU are computed by `models.batch_invariant`, in any shape and with the bits of training. Other models are
 computed in fixed shapes: a kernel chooses its blocks, and so the order of its sums, by the shapes of its arguments. A
-decode step computes DECODE_ROWS slots at a time; free slots compute a token that is not read. A prompt is prefilled
+decode step computes DECODE_ROWS rows at a time; free rows compute a token that is not read. A prompt is prefilled
 BLOCK tokens of one sequence at a time, from multiples of BLOCK. Attention reads as many blocks as a sequence needs, and
 sampling processes one row at a time. A kernel may still treat the rows of one shape differently; `check_rows` tests
 this machine's kernels.
 
 Decode steps captured as CUDA graphs, so that a small model's step costs no kernel launches.
 
-A graph replays the same kernels on the same addresses. A step is captured for a number of rows and a width of cache,
-both rounded up to a bucket. Its inputs are copied into buffers at fixed addresses. Captures are discarded when weights
-or cache move. Weights that are written in place need no new capture. Sampling is not captured.
+A graph replays the same kernels on the same addresses. A step is captured for a number of rows, rounded up to a bucket,
+and without the paged kernel for a number of pages, too. Rows without a sequence read and write page TRASH. The inputs
+of a step are copied into buffers at fixed addresses. Captures are discarded when weights or cache move. Weights that
+are written in place need no new capture. Sampling is not captured.
 
 A step is captured when its buckets first occur. The capture takes as long as a few steps.
 """
@@ -30,9 +31,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan, PrefillPlan
-from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, SlotCache
+from rlite.backends.embedded.attention import (
+    DecodePlan,
+    KernelDecodePlan,
+    NativeDecodePlan,
+    PagedKernel,
+    PrefillPlan,
+    StepsPlan,
+)
+from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, PagedCache, block_table
 from rlite.backends.embedded.model import ShardedModel
+from rlite.backends.embedded.pages import TRASH, num_pages
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving import native, sampler
@@ -43,7 +52,7 @@ from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
 
 NARROWEST = 256
-"""positions of the cache that the narrowest capture reads"""
+"""positions of a sequence that the narrowest capture without the paged kernel reads"""
 WARM_UPS = 2
 """eager steps before a capture, in which libraries allocate their workspaces"""
 
@@ -68,38 +77,49 @@ class Shape(NamedTuple):
     """Shape of a captured step."""
 
     rows: int
-    """number of first slots; slots beyond the batch are free, and their results are discarded"""
+    """number of rows; the results of rows beyond the batch are discarded"""
     width: int
-    """leading positions of the cache that are read"""
+    """leading positions of a sequence that are read"""
 
     @classmethod
-    def of(cls, num_rows: int, longest: int, num_slots: int, max_len: int) -> Shape:
+    def of(cls, num_rows: int, longest: int, max_rows: int, max_len: int) -> Shape:
         """Return the shape for a batch.
 
         Args:
             num_rows: number of sequences.
             longest: tokens of the longest sequence, the new token included.
-            num_slots: slots of the cache.
-            max_len: positions of a slot.
+            max_rows: largest batch.
+            max_len: longest sequence, in whole pages.
         """
-        return cls(bucket(num_rows, num_slots), bucket(longest, max_len, NARROWEST))
+        return cls(bucket(num_rows, max_rows), bucket(longest, max_len, NARROWEST))
 
 
 def logits_of_fixed_step(
-    model: ShardedModel, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int
+    model: ShardedModel,
+    cache: PagedCache,
+    tokens: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    kernel: PagedKernel | None = None,
 ) -> Tensor:
-    """Return logits `[rows, vocabulary]` of the step that is captured: one token of each of the first slots.
+    """Return logits `[rows, vocabulary]` of the step that is captured: one token of each row.
 
-    Every row is computed at the same width, so its kernels do not depend on the values of the positions.
+    Every row is computed by kernels that do not depend on the values of the positions.
 
     Args:
         model: the model.
         cache: the KV cache.
         tokens: `[rows]`.
         positions: `[rows]`.
-        width: leading positions of the cache that are read.
+        table: pages of the rows, `[rows, pages]`. Without a kernel, all of them are read.
+        kernel: computes the attention.
     """
-    return model.logits(tokens, positions, DecodePlan(cache, [width] * len(tokens), positions[None]))
+    plan: DecodePlan | KernelDecodePlan
+    if kernel is not None:
+        plan = KernelDecodePlan(cache, table, positions[None], kernel)
+    else:
+        plan = DecodePlan(cache, table, positions[None], [table.shape[1] * BLOCK] * len(tokens))
+    return model.logits(tokens, positions, plan)
 
 
 Replay = Callable[[], object]
@@ -155,24 +175,41 @@ class DecodeGraphs:
 
     Args:
         model: the model.
-        num_slots: slots of the cache.
+        num_rows: largest batch.
+        max_len: longest sequence.
         recorder: recorder of steps.
+        kernel: computes the attention.
     """
 
-    def __init__(self, model: ShardedModel, num_slots: int, recorder: GraphRecorder) -> None:
-        self._model, self._num_slots, self._recorder = model, num_slots, recorder
-        self._tokens, self._positions = torch.zeros(2, num_slots, dtype=torch.int64, device=model.device)
+    def __init__(
+        self,
+        model: ShardedModel,
+        num_rows: int,
+        max_len: int,
+        recorder: GraphRecorder,
+        kernel: PagedKernel | None = None,
+    ) -> None:
+        self._model, self._num_rows, self._recorder, self._kernel = model, num_rows, recorder, kernel
+        self._tokens, self._positions = torch.zeros(2, num_rows, dtype=torch.int64, device=model.device)
+        self._table = torch.full((num_rows, num_pages(max_len)), TRASH, device=model.device)
         self._addresses: Addresses = ()
         self.captures: dict[Shape, tuple[Replay, Tensor]] = {}
         """captures, valid as long as the memory that they use stays at its addresses"""
 
-    def addresses(self, cache: SlotCache) -> Addresses:
+    def addresses(self, cache: PagedCache) -> Addresses:
         """Return the addresses of all memory that a capture reads and writes, except its own buffers."""
         routing = () if cache.routing is None else (cache.routing.data_ptr(),)
         return (*self._model.addresses(), *cache.addresses(), *routing)
 
-    def logits(self, cache: SlotCache, addresses: Addresses, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Return logits `[rows, vocabulary]` of the first slots as `ShardedModel.logits` does.
+    def begin(self, table: Tensor) -> None:
+        """Begin a burst of the sequences with these pages, `[rows, pages]`."""
+        self._table.fill_(TRASH)
+        self._table[: len(table), : table.shape[1]] = table
+
+    def logits(
+        self, cache: PagedCache, addresses: Addresses, tokens: Tensor, positions: Tensor, longest: int
+    ) -> Tensor:
+        """Return logits `[rows, vocabulary]` of the sequences as `ShardedModel.logits` does.
 
         They are valid until the next call.
 
@@ -183,18 +220,18 @@ class DecodeGraphs:
             positions: `[rows]`.
             longest: tokens of the longest sequence, the new token included, known without a device synchronisation.
         """
-        num_rows = len(tokens)
-        shape = Shape.of(num_rows, longest, self._num_slots, cache.max_len)
+        num_rows, max_len = len(tokens), self._table.shape[1] * BLOCK
+        shape = Shape.of(num_rows, longest if self._kernel is None else max_len, self._num_rows, max_len)
         self._tokens[:num_rows].copy_(tokens)
         self._positions[:num_rows].copy_(positions)
-        # rows of slots that may hold kept caches, none of which reaches the last position
-        self._positions[num_rows : shape.rows].fill_(cache.max_len - 1)
+        self._positions[num_rows : shape.rows].zero_()
         if addresses != self._addresses:
             self.captures.clear()
             self._addresses = addresses
         if shape not in self.captures:
-            inputs = self._tokens[: shape.rows], self._positions[: shape.rows]
-            step = partial(logits_of_fixed_step, self._model, cache, *inputs, shape.width)
+            table = self._table[: shape.rows, : shape.width // BLOCK]
+            inputs = self._tokens[: shape.rows], self._positions[: shape.rows], table
+            step = partial(logits_of_fixed_step, self._model, cache, *inputs, self._kernel)
             self.captures[shape] = self._recorder(step)
         replay, logits = self.captures[shape]
         replay()
@@ -227,24 +264,26 @@ class ForwardPasses:
     """the ranks of the replica; None is one rank"""
     graphs: DecodeGraphs | None
     """captured decode steps, if there are any"""
+    kernel: PagedKernel | None
+    """attention of decode steps on a GPU"""
 
-    def prefill(self, cache: SlotCache) -> None:
-        """Fill the cache for all running sequences, except for the last token of each."""
+    def prefill(self, cache: PagedCache) -> None:
+        """Admit sequences, and fill the cache for all running ones, except for the last token of each."""
         while True:
-            moves, chunks = self.scheduler.next_prefill()
-            cache.apply(moves)
+            copies, chunks = self.scheduler.next_prefill()
+            cache.apply(copies)
             if not chunks:
                 return
             weights = self.weights
             if self.options.deterministic and not weights.is_invariant:
                 for chunk in chunks:
-                    for tile in tiles_of(chunk, self.scheduler.running[chunk.slot].tokens):
+                    for tile in tiles_of(chunk, self.scheduler.running[chunk.row].tokens):
                         weights.prefill(PrefillPlan(cache, [tile], is_flash=False, is_invariant=False, is_fixed=True))
             else:
                 is_flash = weights.device.type == "cuda" and weights.dtype in (torch.float16, torch.bfloat16)
                 weights.prefill(PrefillPlan(cache, chunks, is_flash, weights.is_invariant))
 
-    def decode(self, cache: SlotCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
+    def decode(self, cache: PagedCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
         """Run one burst: decode steps between which neither the batch nor its sampling parameters change.
 
         Args:
@@ -258,11 +297,14 @@ class ForwardPasses:
         Raises:
             DivergedError: the weights are not finite.
         """
-        sequences, device = self.scheduler.running, self.weights.device
-        gconfigs = [s.request.gconfig for s in sequences]
+        device = self.weights.device
+        if any(s.request.gconfig.stop for s in self.scheduler.running):
+            # a recurrent state cannot go back behind a stop
+            max_steps = min(max_steps, 1 if self.weights.has_state else STOP_STRING_STEPS)
         steps = self.scheduler.burst(max_steps)
-        if any(g.stop for g in gconfigs):  # a recurrent state cannot go back behind a stop
-            steps = min(steps, 1 if self.weights.has_state else STOP_STRING_STEPS)
+        cache.apply(self.scheduler.take_copies())
+        sequences = list(self.scheduler.running)
+        gconfigs = [s.request.gconfig for s in sequences]
         batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=device)
         batch = batch_of([s.sampling for s in sequences])
         alone = [batch_of([s.sampling]) for s in sequences] if self.options.deterministic else []
@@ -296,13 +338,13 @@ class ForwardPasses:
         are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
         failed = self._give_up(cache, version, overflown) if overflown else {}
-        cache.apply(self.scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop, extras))
+        self.scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop, extras)
         if failed:
-            cache.apply(self.scheduler.abort(failed))
+            self.scheduler.abort(failed)
         return len(made), failed
 
     def _extras(
-        self, cache: SlotCache, sequences: Sequence[RunningSequence], made: Sequence[Sampled], lengths: Sequence[int]
+        self, cache: PagedCache, sequences: Sequence[RunningSequence], made: Sequence[Sampled], lengths: Sequence[int]
     ) -> dict[str, list[Any]]:
         """Return the further columns `[row][step]` of a burst."""
         kept_ids = zip(*(sampler.kept_ids_of(step.kept, len(sequences)) for step in made), strict=True)
@@ -310,7 +352,7 @@ class ForwardPasses:
         if any(sequence.has_routing for sequence in sequences):
             given = zip(sequences, lengths, strict=True)
             columns[ROUTED] = [
-                cache.routing_of(s.slot, 0 if length == s.prompt_len else length - 1, length, len(made))
+                cache.routing_of(s.pages, 0 if length == s.prompt_len else length - 1, length, len(made))
                 if s.has_routing
                 else []
                 for s, length in given
@@ -320,7 +362,7 @@ class ForwardPasses:
     def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         return self.rules.length_at_stop(sequence.request, sequence.tokens, start, sequence.prompt_len)
 
-    def _give_up(self, cache: SlotCache, version: int, sequences: Sequence[RunningSequence]) -> dict[int, str]:
+    def _give_up(self, cache: PagedCache, version: int, sequences: Sequence[RunningSequence]) -> dict[int, str]:
         """Return the reason for each of these requests, whose logits are not finite.
 
         Raises:
@@ -334,8 +376,10 @@ class ForwardPasses:
                 "that are not finite; release() and build() the engine to go on with other weights"
             )
         reasons = {}
+        others = {page for s in self.scheduler.running if s not in sequences for page in s.pages}
         for sequence in sequences:
-            cache.clear(sequence.slot)
+            cache.clear([TRASH, *(page for page in sequence.pages if page not in others)])
+            cache.states.drop(sequence.row)
             sequence.has_failed = True
             reasons[sequence.request.request_id] = (
                 f"after {len(sequence.tokens)} tokens its logits are not finite, though the weights are (policy "
@@ -343,23 +387,28 @@ class ForwardPasses:
             )
         return reasons
 
-    def _steps_of(self, cache: SlotCache, lengths: list[int], positions: Tensor) -> Steps:
+    def _steps_of(self, cache: PagedCache, lengths: list[int], positions: Tensor) -> Steps:
         """Return the steps of a burst."""
         weights = self.weights
-        for slot, length in enumerate(lengths):
+        table = block_table([sequence.pages for sequence in self.scheduler.running], weights.device)
+        for row, length in enumerate(lengths):
             if length == 1:  # nothing was prefilled
-                cache.states.drop(slot)
+                cache.states.drop(row)
         if self.graphs is not None:
             graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
+            graphs.begin(table)
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)
         if self.options.deterministic and not weights.is_invariant:
-            return tiled_steps(weights, cache, lengths, positions)
+            return tiled_steps(weights, cache, table, lengths, positions)
+        if self.kernel is not None:
+            return _steps(weights, KernelDecodePlan(cache, table, positions, self.kernel), positions)
         if cache.is_blocked and not weights.is_invariant and native.compiled() is not None:
-            return _steps(weights, NativeDecodePlan(cache, positions), positions)
-        return _steps(weights, DecodePlan(cache, lengths, positions, is_invariant=weights.is_invariant), positions)
+            return _steps(weights, NativeDecodePlan(cache, table, positions), positions)
+        plan = DecodePlan(cache, table, positions, lengths, is_invariant=weights.is_invariant)
+        return _steps(weights, plan, positions)
 
 
-def _steps(model: ShardedModel, plan: DecodePlan | NativeDecodePlan, positions: Tensor) -> Steps:
+def _steps(model: ShardedModel, plan: StepsPlan, positions: Tensor) -> Steps:
     """Return the steps of the rows of one plan, whose positions are `[steps, rows]`."""
 
     def logits(step: int, tokens: Tensor) -> Tensor:
@@ -385,27 +434,30 @@ def tiles_of(chunk: Chunk, tokens: Sequence[int]) -> Iterator[Chunk]:
     """
     for start in range(chunk.start - chunk.start % BLOCK, chunk.stop, BLOCK):
         part = tokens[start : min(start + BLOCK, chunk.stop)]
-        yield Chunk(chunk.slot, start, start + BLOCK, part, num_padding=BLOCK - len(part))
+        yield Chunk(chunk.row, start, start + BLOCK, part, num_padding=BLOCK - len(part), pages=chunk.pages)
 
 
-def tiled_steps(model: ShardedModel, cache: SlotCache, lengths: Sequence[int], positions: Tensor) -> Steps:
-    """Return the steps of a burst in which DECODE_ROWS slots are computed at a time.
+def tiled_steps(
+    model: ShardedModel, cache: PagedCache, table: Tensor, lengths: Sequence[int], positions: Tensor
+) -> Steps:
+    """Return the steps of a burst in which DECODE_ROWS rows are computed at a time.
 
     Args:
         model: the model.
         cache: the KV cache.
+        table: pages of each sequence, `[rows, pages]`.
         lengths: length of each sequence, in tokens.
         positions: positions of the input tokens, `[steps, rows]`.
     """
     num_rows, padding = len(lengths), -len(lengths) % DECODE_ROWS
-    lengths = [*lengths, *[1] * padding]
+    lengths, table = [*lengths, *[1] * padding], F.pad(table, (0, 0, 0, padding), value=TRASH)
     steps = torch.arange(len(positions), device=positions.device)
     # padding walks along as if it were a sequence that has just begun
     positions = torch.cat([positions, steps[:, None].expand(-1, padding)], dim=1)
     tiles = []
     for start in range(0, len(lengths), DECODE_ROWS):
         rows = slice(start, start + DECODE_ROWS)
-        plan = DecodePlan(cache, lengths[rows], positions[:, rows], first_slot=start, is_padded=False)
+        plan = DecodePlan(cache, table[rows], positions[:, rows], lengths[rows], first_row=start, is_padded=False)
         tiles.append(_steps(model, plan, positions[:, rows]))
 
     def logits(step: int, tokens: Tensor) -> Tensor:
@@ -416,7 +468,7 @@ def tiled_steps(model: ShardedModel, cache: SlotCache, lengths: Sequence[int], p
 
 
 @torch.inference_mode()
-def check_rows(model: ShardedModel, cache: SlotCache) -> None:
+def check_rows(model: ShardedModel, cache: PagedCache) -> None:
     """Decode the same token in all rows of a tile, for a few steps.
 
     Raises:
@@ -424,13 +476,14 @@ def check_rows(model: ShardedModel, cache: SlotCache) -> None:
     """
     steps, device = 3, cache.device
     positions = torch.arange(steps, device=device)[:, None].expand(-1, DECODE_ROWS)
-    logits_at = tiled_steps(model, cache, [1] * DECODE_ROWS, positions)
+    table = torch.full((DECODE_ROWS, 1), TRASH, device=device)
+    logits_at = tiled_steps(model, cache, table, [1] * DECODE_ROWS, positions)
     for step in range(steps):
         logits = logits_at(step, torch.full((DECODE_ROWS,), step + 1, device=device))
         if not torch.equal(logits, logits[:1].expand_as(logits)):
             raise ConfigError(
                 "deterministic=true: on this device equal rows of one matrix product differ in their last bits, so "
-                "results would depend on a request's slot; use one thread for each device, or another dtype"
+                "results would depend on a request's row; use one thread for each device, or another dtype"
             )
 
 

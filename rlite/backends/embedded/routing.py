@@ -22,7 +22,7 @@ class RoutingRecorder:
     def __init__(self, model: nn.Module, shape: RoutingShape) -> None:
         self.shape = shape
         self._table: Tensor | None = None
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._places: Tensor | None = None
         for layer, experts in enumerate(experts_of(model).values()):
             experts.register_forward_pre_hook(partial(self._see, layer))
 
@@ -33,4 +33,4 @@ class RoutingRecorder:
 
     def _see(self, layer: int, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
         if self._table is not None:
-            self._table[:, :, layer][self._places] = args[1].to(self._table.dtype)
+            self._table[:, layer][self._places] = args[1].to(self._table.dtype)

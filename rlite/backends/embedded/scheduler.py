@@ -1,17 +1,19 @@
 """Scheduler of continuous batching, without torch: admission, prefill order and length of decode bursts.
 
 A sequence's life:   waiting --admit--> running (prefill, then decode) --record--> finished
+                        ^----------------- preempt or forget_cache
 
-Running sequences are compact: `running[i]` lives in slot i of the KV cache, so that the decode batch is a view of the
-cache. They are kept roughly longest first. When a sequence ends, the last sequence takes its slot. The owner of the
-cache performs this `Move`.
+A running sequence has a row of the batch and pages of the KV cache, as many as its tokens need. Rows are compact and
+roughly longest first: when a sequence ends, the last sequence takes its row. If the pages run out, the youngest
+sequence waits again with the tokens that it has.
 
-The slots behind the running sequences keep the keys and values of ended sequences until others need the room. The
-next turn of a session, and any request that begins like an earlier one, continues from them.
+A sequence begins with the pages that hold its first tokens already: those of its siblings' prompt, of the earlier turns
+of its session, or of any request that began alike (see `pages`). Siblings wait until the first of them has filled the
+pages of their prompt.
 
 Prefill stops one token short: it fills the cache for all tokens but the last. The decode step that reads the last token
-generates the first new token. Only decode steps compute logits. Siblings that copy a prompt's cache need no other
-state. Recomputing the cache after new weights is a prefill of prompt and completion.
+generates the first new token. Only decode steps compute logits. Recomputing the cache after new weights is a prefill of
+prompt and completion.
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlite.backends.embedded.pages import PAGE, Node, PagePool, Prefix, num_pages
 from rlite.backends.serving.sampler import Sampling
 from rlite.data.routing import ROUTED
 from rlite.types import SequenceRequest, StopReason, TokenChunk
 
 NO_EXTRAS: Mapping[str, Sequence[Sequence[Any]]] = MappingProxyType({})
 MIN_SHARED = 32
-"""least number of leading tokens that a kept cache must share"""
+"""least number of leading tokens that must be in the cache, unless they are a whole prompt"""
 MIN_SHARE = 0.25
 """least share of all tokens; tokens that are prefilled behind others need a slower kernel than whole prompts"""
+SPARE_ROWS = 16
+"""running sequences for which a page stays free when another is admitted"""
+BURST = 64
+"""most decode steps of a burst, for which pages are allocated ahead"""
 
 
 @dataclass(eq=False, slots=True)
@@ -49,9 +56,13 @@ class RunningSequence:
     """tokens that end the sequence"""
     min_tokens: int
     """length in tokens before which no stop token may be generated"""
-    slot: int = -1
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    """pages of the cache, in the order of the tokens"""
+    age: int = 0
+    """number of sequences that were added before"""
     num_cached: int = 0
-    """number of leading tokens whose keys and values are in the slot"""
+    """number of leading tokens whose keys and values are in the pages"""
     num_reported: int = 0
     """number of leading tokens, prompt included, that the driver knows"""
     logprobs: list[float] = field(default_factory=list)
@@ -62,7 +73,7 @@ class RunningSequence:
     has_failed: bool = False
     """true if keys or values of the sequence are not finite"""
     is_ahead: bool = False
-    """true if the slot also holds tokens that were cut off: keys and values are ignored, a recurrent state is not"""
+    """true if the cache also holds tokens that were cut off: keys and values are ignored, a recurrent state is not"""
     prompt_key: bytes = field(init=False)
     """equal for sequences of equal prompts"""
 
@@ -92,228 +103,227 @@ class RunningSequence:
         return Sampling(self.request.gconfig, self.request.seed, self.stop_ids, is_early, self.has_kept_ids)
 
     @property
+    def has_prompt(self) -> bool:
+        """True if the cache holds all tokens of the prompt but the last."""
+        return self.num_cached >= self.prompt_len - 1
+
+    @property
     def is_prefilled(self) -> bool:
         """True if the cache holds all tokens but the last."""
         return self.num_cached >= len(self.tokens) - 1
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, stop) of the sequence in `slot` that one forward prefills."""
+    """Tokens [start, stop) of the sequence in `row` that one forward prefills."""
 
-    slot: int
+    row: int
     start: int
     stop: int
     tokens: Sequence[int]
     num_padding: int = 0
     """positions before `stop` that hold no token. Later tokens overwrite their keys and values before they are read"""
+    pages: Sequence[int] = ()
+    """pages of the sequence"""
 
 
-class Move(NamedTuple):
-    """Copy the first `length` positions of slot `source` to slot `target`."""
+class Copies(NamedTuple):
+    """Copies (source, target) that precede a forward pass, each kind one after the other."""
 
-    source: int
-    target: int
-    length: int
-
-
-class _Kept(NamedTuple):
-    tokens: np.ndarray
-    """the leading tokens whose keys and values are in the slot"""
-    used: int
-    """time of the last use; the cache with the lowest is evicted first"""
-
-
-class KeptCaches:
-    """Keys and values of ended sequences, in the slots behind the running ones, from which later requests continue.
-
-    Args:
-        num_slots: number of slots; 0 keeps nothing.
-        has_state: the slots also hold recurrent states, so that a cache is continued from its end, not from its middle.
-    """
-
-    def __init__(self, num_slots: int, has_state: bool = False) -> None:
-        self._num_slots, self._has_state = num_slots, has_state
-        self._slots: dict[int, _Kept] = {}
-        self._clock = count()
-
-    def clear(self) -> None:
-        """Forget all contents."""
-        self._slots.clear()
-
-    def keep(self, tokens: Sequence[int], slot: int, first_free: int) -> list[Move]:
-        """Keep the cache of a sequence that has ended.
-
-        Args:
-            tokens: the leading tokens whose keys and values the slot holds.
-            slot: the sequence's slot.
-            first_free: this slot and all behind it belong to no running sequence. If `slot` is before it, the cache is
-                copied to one of them, and the least recently used one is evicted if none is empty.
-
-        Returns:
-            The copies.
-        """
-        if len(tokens) < MIN_SHARED or slot >= self._num_slots:
-            return []
-        target = slot if slot >= first_free else self._vacate(first_free)
-        if target is None:
-            return []
-        self._slots[target] = _Kept(np.asarray(tokens, dtype=np.int64), next(self._clock))
-        return [] if target == slot else [Move(slot, target, len(tokens))]
-
-    def take(self, tokens: Sequence[int], slot: int) -> tuple[int, list[Move]]:
-        """Fill a new sequence's slot from the cache that shares most of its leading tokens.
-
-        A cache of which all tokens are shared moves to the slot, because its session goes on there. Otherwise it is
-        copied.
-
-        Args:
-            tokens: the tokens whose keys and values are wanted.
-            slot: the new sequence's slot. All slots behind it belong to no running sequence.
-
-        Returns:
-            The number of leading tokens whose keys and values the slot holds after the copies; and the copies.
-        """
-        if not self._slots:
-            return 0, []
-        source, num_shared = self._best(np.asarray(tokens, dtype=np.int64))
-        here = self._slots.pop(slot, None)
-        if source == slot:
-            return num_shared, []
-        moves: list[Move] = []
-        if here is not None and (target := self._vacate(slot + 1, source, here.used)) is not None:
-            self._slots[target] = here
-            moves.append(Move(slot, target, len(here.tokens)))
-        if source is not None:
-            found = self._slots.pop(source)
-            if num_shared < len(found.tokens):
-                self._slots[source] = found._replace(used=next(self._clock))
-            moves.append(Move(source, slot, num_shared))
-        return num_shared, moves
-
-    def _best(self, tokens: np.ndarray) -> tuple[int | None, int]:
-        """Return the slot with the longest shared prefix that is worth copying, and its length; None and 0 if none."""
-        least, best = max(MIN_SHARED, int(MIN_SHARE * len(tokens))), None
-        for slot, kept in self._slots.items():
-            length = min(len(tokens), len(kept.tokens))
-            if length >= least and kept.tokens[0] == tokens[0]:
-                differs = kept.tokens[:length] != tokens[:length]
-                num_shared = int(differs.argmax()) if differs.any() else length
-                if num_shared >= least and (num_shared == len(kept.tokens) or not self._has_state):
-                    least, best = num_shared + 1, slot
-        return best, 0 if best is None else least - 1
-
-    def _vacate(self, first: int, spared: int | None = None, younger_than: int | None = None) -> int | None:
-        """Return an empty slot, or else evict the least recently used cache.
-
-        Args:
-            first: first slot to consider.
-            spared: a slot that is not evicted.
-            younger_than: time of use; a cache that was used later is not evicted.
-        """
-        for slot in range(first, self._num_slots):
-            if slot not in self._slots:
-                return slot
-        others = [slot for slot in self._slots if slot >= first and slot != spared]
-        oldest = min(others, key=lambda slot: self._slots[slot].used, default=None)
-        if oldest is None or (younger_than is not None and self._slots[oldest].used > younger_than):
-            return None
-        del self._slots[oldest]
-        return oldest
+    pages: list[tuple[int, int]]
+    states: list[tuple[int, int]]
+    """slots of recurrent states: that of a running sequence is its row"""
 
 
 class Scheduler:
-    """The queues and slots of one worker.
+    """The queue, rows and pages of one worker.
 
     Args:
-        num_slots: number of slots.
+        num_rows: number of sequences that run together.
         max_prefill_tokens: number of tokens of one prefill forward.
-        keeps_caches: later sequences may continue from the cache of sequences that have ended.
-        has_state: the slots also hold recurrent states. A state belongs to all tokens that were computed, so siblings
-            copy it when exactly their prompt is prefilled.
+        num_pages: number of pages.
+        keeps_caches: later sequences may continue from what decode steps wrote. Otherwise only prompts are shared, and
+            a sequence gets all its pages at once, so that it is never recomputed.
+        has_state: sequences also have recurrent states. A state belongs to all tokens that were computed, so a sequence
+            continues from a kept state: at the end of a prompt with siblings, at the last page border of a prompt if
+            there is a free slot, or where a sequence ended.
     """
 
     def __init__(
-        self, num_slots: int, max_prefill_tokens: int, keeps_caches: bool = True, has_state: bool = False
+        self,
+        num_rows: int,
+        max_prefill_tokens: int,
+        num_pages: int,
+        keeps_caches: bool = True,
+        has_state: bool = False,
     ) -> None:
-        self.num_slots, self.max_prefill_tokens = num_slots, max_prefill_tokens
+        self.num_rows, self.max_prefill_tokens = num_rows, max_prefill_tokens
         self._keeps_caches, self._has_state = keeps_caches, has_state
+        self._shares = keeps_caches or not has_state
         self.num_reused = 0
         """number of tokens that were not prefilled again"""
-        self._kept = KeptCaches(num_slots if keeps_caches else 0, has_state)
+        self.num_preempted = 0
+        """how often a sequence lost its pages to older ones"""
+        states = range(num_rows, 2 * num_rows) if has_state and keeps_caches else range(0)
+        self.pool = PagePool(num_pages, 2 * num_rows, not keeps_caches, states)
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
+        self._filled: list[RunningSequence] = []
+        """sequences that the last prefill forward computed"""
+        self._copies = Copies([], [])
         self._ended: list[tuple[RunningSequence, StopReason]] = []
+        self._ages = count()
 
     def add(self, sequence: RunningSequence) -> None:
         """Append a sequence to the waiting queue."""
+        sequence.age = next(self._ages)
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Move]:
-        """Move waiting sequences into free slots in queue order. Sequences of one call are placed longest first.
+    def next_prefill(self) -> tuple[Copies, list[Chunk]]:
+        """Admit waiting sequences, and return the next copies and the chunks of the forward that follows them.
+
+        The chunks hold at most `max_prefill_tokens` tokens. Only a prompt longer than `max_prefill_tokens` is split,
+        because a chunk that attends to an earlier chunk needs a slower kernel.
 
         Returns:
-            The copies of kept caches from which some of them continue.
+            The copies and chunks. No chunks are left at the end, when the copies precede decode steps.
         """
-        num = min(self.num_slots - len(self.running), len(self.waiting))
-        admitted = [self.waiting.popleft() for _ in range(num)]
-        moves: list[Move] = []
-        for sequence in sorted(admitted, key=lambda s: -len(s.tokens)):
-            sequence.slot = len(self.running)
-            self.running.append(sequence)
-            sequence.num_cached, copies = self._kept.take(sequence.tokens[:-1], sequence.slot)
-            self.num_reused += sequence.num_cached
-            moves += copies
-        return moves
-
-    def next_prefill(self) -> tuple[list[Move], list[Chunk]]:
-        """Return the next cache copies, and the chunks of the forward that follows them. Both are empty at the end.
-
-        The chunks hold at most `max_prefill_tokens` tokens. A prompt that another running sequence shares is copied
-        from this sequence, as soon as its prompt is prefilled. Only a prompt longer than `max_prefill_tokens` is split,
-        because a chunk that attends to an earlier chunk needs a slower kernel.
-        """
-        moves: list[Move] = []
+        for sequence in self._filled:
+            self._share_prompt(sequence)
+        self._admit()
         chunks: list[Chunk] = []
-        todo = [sequence for sequence in self.running if not sequence.is_prefilled]
-        if not todo:
-            return moves, chunks
-        owners = {s.prompt_key: s for s in reversed(self.running) if self._has_prompt(s)}
         budget = self.max_prefill_tokens
-        # the furthest of several siblings leads, so that a prompt in the middle of its chunks is not begun again
+        todo = [sequence for sequence in self.running if not sequence.is_prefilled]
+        # a prompt in the middle of its chunks comes first
         for sequence in sorted(todo, key=lambda s: -s.num_cached):
-            shared = 0 if self._has_state and not self._keeps_caches else sequence.prompt_len - 1
-            if is_in_prompt := sequence.num_cached < shared:
-                owner = owners.setdefault(sequence.prompt_key, sequence)
-                if owner is not sequence:
-                    if owner.num_cached < shared:
-                        continue
-                    moves.append(Move(owner.slot, sequence.slot, shared))
-                    sequence.num_cached, is_in_prompt = shared, False
-            start, end = sequence.num_cached, len(sequence.tokens) - 1
-            if self._has_state and is_in_prompt:
-                end = shared  # where siblings copy the state
+            start, end = sequence.num_cached, self._next_end(sequence)
             if budget < end - start <= self.max_prefill_tokens:
                 continue  # the next forward holds it whole
             stop = min(end, start + budget)
             if stop > start:
-                chunks.append(Chunk(sequence.slot, start, stop, sequence.tokens[start:stop]))
+                chunks.append(Chunk(sequence.row, start, stop, sequence.tokens[start:stop], pages=sequence.pages))
                 budget -= stop - start
-        # a sequence is a source only from the next round on: its cache is written by this round's forward
+        self._filled = [self.running[chunk.row] for chunk in chunks]
         for chunk in chunks:
-            self.running[chunk.slot].num_cached = chunk.stop
-        return moves, chunks
+            self.running[chunk.row].num_cached = chunk.stop
+        return self.take_copies(), chunks
 
-    def _has_prompt(self, sequence: RunningSequence) -> bool:
-        """Return whether siblings can copy the prompt of a running sequence."""
-        return sequence.num_cached == sequence.prompt_len - 1 if self._has_state else sequence.is_prefilled
+    def take_copies(self) -> Copies:
+        """Return the copies that must precede the next forward pass."""
+        copies, self._copies = self._copies, Copies([], [])
+        return copies
+
+    def _admit(self) -> None:
+        """Move waiting sequences into free rows in queue order, as long as there are pages.
+
+        Sequences of one call are placed longest first. Siblings of a sequence that is being prefilled wait.
+        """
+        room = min(self.num_rows - len(self.running), len(self.waiting))
+        begun = {s.prompt_key for s in self.running if not s.has_prompt} if room and self._shares else set()
+        admitted: list[tuple[RunningSequence, Prefix]] = []
+        siblings: list[RunningSequence] = []
+        while len(admitted) + len(siblings) < room:
+            sequence = self.waiting.popleft()
+            if sequence.prompt_key in begun:
+                siblings.append(sequence)
+                continue
+            if (prefix := self._begin(sequence, len(self.running) + len(admitted))) is None:
+                self.waiting.appendleft(sequence)
+                break
+            admitted.append((sequence, prefix))
+            if self._shares and not sequence.has_prompt:
+                begun.add(sequence.prompt_key)
+        self.waiting.extendleft(reversed(siblings))
+        for sequence, prefix in sorted(admitted, key=lambda pair: -len(pair[0].tokens)):
+            sequence.row = len(self.running)
+            self.running.append(sequence)
+            if prefix.state is not None:
+                self._copies.states.append((prefix.state, sequence.row))
+
+    def _begin(self, sequence: RunningSequence, num_others: int) -> Prefix | None:
+        """Give a sequence its pages.
+
+        Returns:
+            The prefix that the pages hold after the copies; None if there are too few pages.
+        """
+        wanted, prefix = len(sequence.tokens) - 1, Prefix()
+        if self._shares and wanted:
+            found = self.pool.match(sequence.tokens[:-1])
+            if found.num_tokens >= min(max(MIN_SHARED, int(MIN_SHARE * wanted)), sequence.prompt_len - 1):
+                prefix = found
+        # preemption under decode steps would change bits in the mode without kept caches
+        length = len(sequence.tokens) if self._keeps_caches else sequence.max_tokens
+        num_new = num_pages(length) - len(prefix.pages)
+        self.pool.hold(prefix.pages)
+        # soon, some of the others will need another page
+        if num_new + num_others // SPARE_ROWS > self.pool.num_available:
+            self.pool.release(prefix.pages)
+            return None
+        sequence.pages = [*prefix.pages, *self.pool.allocate(num_new)]
+        if prefix.tail is not None:
+            self._copies.pages.append((prefix.tail, sequence.pages[len(prefix.pages)]))
+        sequence.num_cached = prefix.num_tokens
+        self.num_reused += prefix.num_tokens
+        return prefix
+
+    def _next_end(self, sequence: RunningSequence) -> int:
+        """Return the end of a sequence's next chunk: where a state is kept, or else of all tokens to prefill."""
+        prompt_end = sequence.prompt_len - 1
+        borders = (prompt_end - prompt_end % PAGE, prompt_end) if self._has_state and self._shares else ()
+        return next((end for end in borders if end > sequence.num_cached), len(sequence.tokens) - 1)
+
+    def _share_prompt(self, sequence: RunningSequence) -> None:
+        """Make the tokens that were prefilled known to other sequences."""
+        prompt_end, num = sequence.prompt_len - 1, sequence.num_cached
+        if not self._shares:
+            return
+        if not self._keeps_caches:
+            num = min(num, prompt_end)
+        has_tail = num == prompt_end or (num > prompt_end and not self._has_state)
+        node = self.pool.insert(sequence.tokens[:num], sequence.pages, has_tail)
+        if num == prompt_end and self._has_state and any(s.prompt_key == sequence.prompt_key for s in self.waiting):
+            self._keep_state(node, sequence)
+        elif num % PAGE == 0:
+            self._keep_state(node, sequence, may_evict=False)
+
+    def _share_all(self, sequence: RunningSequence) -> None:
+        """Make all tokens of a sequence known that leaves its row."""
+        is_lost = sequence.has_failed or (sequence.is_ahead and self._has_state)
+        if self._keeps_caches and not is_lost and sequence.num_cached >= MIN_SHARED:
+            node = self.pool.insert(sequence.tokens[: sequence.num_cached], sequence.pages, has_tail=True)
+            self._keep_state(node, sequence)
+
+    def _keep_state(self, node: Node, sequence: RunningSequence, may_evict: bool = True) -> None:
+        if self._has_state and (slot := self.pool.keep_state(node, may_evict)) is not None:
+            self._copies.states.append((sequence.row, slot))
 
     def burst(self, max_steps: int) -> int:
         """Return the number of decode steps before the batch, or the tokens that a row may sample, can change.
 
-        Stop tokens and stop strings may end a row earlier.
+        The running sequences have pages for these steps. If there are too few pages for a step, the youngest sequences
+        wait again, and there may be copies. Stop tokens and stop strings may end a row earlier.
         """
         limits = [(len(s.tokens), limit) for s in self.running for limit in (s.min_tokens, s.max_tokens)]
-        return min([max_steps, *(limit - length for length, limit in limits if length < limit)])
+        steps = min([max_steps, BURST, *(limit - length for length, limit in limits if length < limit)])
+        while (missing := self._missing_pages(steps)) and sum(missing) > self.pool.num_available:
+            if steps > 1:
+                steps //= 2
+            else:
+                self._preempt(max(self.running, key=lambda s: s.age))
+        if any(missing):
+            for sequence, num in zip(self.running, missing, strict=True):
+                sequence.pages += self.pool.allocate(num)
+        return steps
+
+    def _missing_pages(self, steps: int) -> list[int]:
+        """Return the number of pages that each running sequence needs besides its own to decode so many steps."""
+        return [max(0, num_pages(len(s.tokens) - 1 + steps) - len(s.pages)) for s in self.running]
+
+    def _preempt(self, sequence: RunningSequence) -> None:
+        self.num_preempted += 1
+        self._share_all(sequence)
+        self._leave(sequence)
+        sequence.num_cached = 0
+        self.waiting.appendleft(sequence)
 
     def record(
         self,
@@ -322,7 +332,7 @@ class Scheduler:
         sampling_logprobs: list[list[float]],
         find_stop: Callable[[RunningSequence, int], int | None],
         extras: Mapping[str, Sequence[Sequence[Any]]] = NO_EXTRAS,
-    ) -> list[Move]:
+    ) -> None:
         """Append the tokens of one burst, end finished sequences, and close the gaps.
 
         Args:
@@ -332,9 +342,6 @@ class Scheduler:
             find_stop: `find_stop(sequence, start)` returns the length at which a completion contains a stop string, or
                 None. It is called for requests with stop strings; tokens from `start` on are new.
             extras: columns `[row][step]` by name, for requests that ask for them.
-
-        Returns:
-            The copies of slots that close the gaps.
         """
         finished: list[tuple[RunningSequence, StopReason]] = []
         for row, (sequence, made) in enumerate(zip(self.running, tokens, strict=True)):
@@ -356,55 +363,49 @@ class Scheduler:
                 reason = "length"
             if reason is not None:
                 finished.append((sequence, reason))
-        return self._remove(finished) if finished else []
+        self._remove(finished)
 
-    def abort(self, request_ids: Collection[int]) -> list[Move]:
-        """End requests with their tokens so far. Unknown numbers are ignored.
-
-        Args:
-            request_ids: request numbers.
-
-        Returns:
-            The copies of slots that close the gaps.
-        """
+    def abort(self, request_ids: Collection[int]) -> None:
+        """End requests with their tokens so far. Unknown numbers are ignored."""
         self._ended += [(s, "abort") for s in self.waiting if s.request.request_id in request_ids]
         self.waiting = deque(s for s in self.waiting if s.request.request_id not in request_ids)
-        return self._remove([(s, "abort") for s in self.running if s.request.request_id in request_ids])
+        self._remove([(s, "abort") for s in self.running if s.request.request_id in request_ids])
 
     def forget_cache(self) -> None:
-        """Mark the cache as empty. Every running sequence is prefilled again."""
-        self._kept.clear()
-        for sequence in self.running:
-            sequence.num_cached = 0
+        """Mark the cache as empty. Every running sequence waits to be prefilled again."""
+        self.pool.forget()
+        for sequence in reversed(self.running):
+            self.pool.release(sequence.pages)
+            sequence.pages, sequence.num_cached = [], 0
+        self.waiting.extendleft(reversed(self.running))
+        self.running, self._filled, self._copies = [], [], Copies([], [])
 
     def drain(self, version: int) -> list[TokenChunk]:
         """Return one chunk for each request that made progress or ended since the last drain."""
         ended, self._ended = self._ended, []
         chunks = [_report(sequence, version, reason) for sequence, reason in ended]
-        chunks += [_report(s, version, None) for s in self.running if len(s.tokens) > s.num_reported]
-        return chunks
+        others = (s for queue in (self.running, self.waiting) for s in queue if len(s.tokens) > s.num_reported)
+        return chunks + [_report(sequence, version, None) for sequence in others]
 
-    def _cached_tokens(self, sequence: RunningSequence) -> list[int]:
-        """Return the leading tokens whose cache later sequences may continue."""
-        is_lost = sequence.has_failed or (sequence.is_ahead and self._has_state)
-        return [] if is_lost else sequence.tokens[: sequence.num_cached]
-
-    def _remove(self, finished: list[tuple[RunningSequence, StopReason]]) -> list[Move]:
+    def _remove(self, finished: list[tuple[RunningSequence, StopReason]]) -> None:
         self._ended += finished
-        gone = {sequence.slot: sequence for sequence, _ in finished}
-        moves: list[Move] = []
-        for slot in sorted(gone):
-            while self.running and (ended := gone.pop(self.running[-1].slot, None)) is not None:
-                self.running.pop()
-                self._kept.keep(self._cached_tokens(ended), ended.slot, ended.slot)
-            if slot not in gone:
-                break
-            last, ended = self.running.pop(), gone.pop(slot)
-            moves += self._kept.keep(self._cached_tokens(ended), slot, last.slot + 1)
-            moves.append(Move(last.slot, slot, last.num_cached))
-            last.slot = slot
-            self.running[slot] = last
-        return moves
+        if any(sequence.has_failed for sequence, _ in finished):
+            self.pool.forget()  # what is known may not be finite
+        # from the last row on, so that the one that takes a row goes on
+        for sequence, _ in sorted(finished, key=lambda pair: -pair[0].row):
+            self._share_all(sequence)
+            self._leave(sequence)
+
+    def _leave(self, sequence: RunningSequence) -> None:
+        """Give back the row and the pages of a sequence. The last row's sequence takes the row."""
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        last = self.running.pop()
+        if last is not sequence:
+            if self._has_state:
+                self._copies.states.append((last.row, sequence.row))
+            last.row = sequence.row
+            self.running[last.row] = last
 
 
 def _report(sequence: RunningSequence, version: int, reason: StopReason | None) -> TokenChunk:

@@ -1,4 +1,6 @@
-"""The recurrent states of the sequences in the slot cache, beside their keys and values.
+"""The recurrent states of sequences, beside the pages of their keys and values.
+
+Slot i is the state of row i of the batch. The slots behind the rows keep states of prefixes.
 
 A state has a fixed size and belongs to a number of tokens: it can be continued, not shortened. Whoever wants the state
 of a prefix must have copied it when the sequence was as long.
@@ -14,7 +16,7 @@ from rlite.backends.models.mixers import State
 
 
 class SlotStates:
-    """One state of each mixer for each slot.
+    """One state of each mixer in each slot.
 
     Args:
         shapes: the state of one sequence, by the mixer's number.

@@ -14,6 +14,7 @@ The driver compares the executor with transformers on a checkpoint's model, on C
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlite.backends.embedded.attention import ScoringPlan
-from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, EmbeddedOptions, SlotCache
+from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, EmbeddedOptions, PagedCache
+from rlite.backends.embedded.kernel import decode_kernel
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
@@ -48,6 +50,7 @@ from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.runtime.replicas.workers import Part
 from rlite.types import GenerationHyperparameters, PromptLogprobs, SequenceRequest, TokenChunk
 
+logger = logging.getLogger(__name__)
 LOGITS_BYTES = 256 << 20
 """most memory of the float32 logits of one forward pass"""
 
@@ -76,9 +79,9 @@ def prompt_logprobs(
     plan: ScoringPlan | None = None
     for piece in pieces(prompts, max_tokens, is_alone):
         plan = ScoringPlan(piece, plan, weights.device)
-        labels = torch.tensor([token for c in piece for token in prompts[c.slot][c.start + 1 : c.stop + 1]])
+        labels = torch.tensor([token for c in piece for token in prompts[c.row][c.start + 1 : c.stop + 1]])
         columns = _columns(weights.prompt_logits(plan), labels.to(weights.device), num_top)
-        owners = [results[c.slot] for c in piece for _ in c.tokens]
+        owners = [results[c.row] for c in piece for _ in c.tokens]
         for owner, logprob, top_ids, top_logprobs in zip(owners, *columns, strict=True):
             owner.logprobs.append(logprob)
             owner.top_ids.append(top_ids)
@@ -93,7 +96,7 @@ def pieces(prompts: Sequence[list[int]], max_tokens: int, is_alone: bool) -> Ite
     """Yield the chunks of each forward pass: all tokens but the last of each prompt, in order.
 
     Args:
-        prompts: token ids. `Chunk.slot` is the index of a prompt.
+        prompts: token ids. `Chunk.row` is the index of a prompt.
         max_tokens: most tokens of a piece.
         is_alone: put no two prompts into one piece.
 
@@ -149,27 +152,32 @@ class EmbeddedWorker:
         self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
         self._are_weights_here = self._is_routing = False
-        self._cache: SlotCache | None = None
+        self._cache: PagedCache | None = None
         self.load_weights()
         self._plan = replace(self._plan, state=weights.state_of_one())
-        self._num_slots = self._plan.affordable_slots(device, group)
+        self._shape = self._plan.cache_shape(device, group)
         has_tiles = options.deterministic and not weights.is_invariant
         # fixed shapes cut prompts at fixed places, not where a forward happens to be full
-        most = self.max_model_len * self._num_slots if has_tiles else options.max_prefill_tokens
+        most = self.max_model_len * options.max_num_seqs if has_tiles else options.max_prefill_tokens
         # in tiles, a cache that decode steps wrote differs from one that prefill writes, in its last bits
-        self._scheduler = Scheduler(self._num_slots, most, keeps_caches=not has_tiles, has_state=weights.has_state)
+        rows, num_pages = options.max_num_seqs, self._shape.num_pages
+        self._scheduler = Scheduler(rows, most, num_pages, keeps_caches=not has_tiles, has_state=weights.has_state)
+        self._num_preempted = 0
         self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
         # some rotary embeddings depend on the longest position, so their steps run different kernels
         is_fixed = group is None and not options.deterministic and architecture.rope_limit(config) is None
         is_fixed = is_fixed and not weights.has_state
         is_recorded = options.cuda_graphs and device.type == "cuda" and is_fixed
-        self._graphs = DecodeGraphs(weights, self._num_slots, GraphRecorder(device)) if is_recorded else None
+        is_wanted = options.paged_kernel and device.type == "cuda" and not has_tiles
+        kernel = decode_kernel(weights.layers, weights.dtype, device) if is_wanted else None
+        recorder = GraphRecorder(device)
+        self._graphs = DecodeGraphs(weights, rows, self.max_model_len, recorder, kernel) if is_recorded else None
         default = "" if options.max_model_len else f" (the default: the model's limit, at most {CONTEXT_LIMIT})"
         ends = frozenset(end_ids(path, weights.config))
         agree = partial(agreed, group, device)
         self._rules = RequestRules(path, self.vocab_size, self.max_model_len, ends, default, agree)
-        self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)
+        self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs, kernel)
         if options.deterministic:
             check_rows(weights, self._serving_cache())
 
@@ -208,10 +216,9 @@ class EmbeddedWorker:
             else:
                 self._scheduler.add(self._sequence(request))
         if aborted:
-            cache.apply(self._scheduler.abort(set(aborted)))
+            self._scheduler.abort(set(aborted))
         steps = 0
         while steps < max_steps:
-            cache.apply(self._scheduler.admit())
             self._passes.prefill(cache)
             if not self._scheduler.running:
                 break
@@ -219,6 +226,7 @@ class EmbeddedWorker:
             steps += num
             for number, error in failed.items():
                 self._fail(number, error, is_nonfinite=True)
+        self._tell_preemptions()
         refused, self._failed = self._failed, {}
         others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in refused]
         return [*refused.values(), *others]
@@ -249,7 +257,7 @@ class EmbeddedWorker:
         self.version = version
         self._scheduler.forget_cache()
 
-    def _routing_objection(self, request: SequenceRequest, cache: SlotCache) -> str | None:
+    def _routing_objection(self, request: SequenceRequest, cache: PagedCache) -> str | None:
         """Record chosen experts from now on if a request asks for them.
 
         Returns:
@@ -274,6 +282,14 @@ class EmbeddedWorker:
             stop_ids=self._rules.stop_ids(gconfig),
         )
 
+    def _tell_preemptions(self) -> None:
+        if self._scheduler.num_preempted > self._num_preempted == 0:
+            logger.warning(
+                "the KV cache is full: the youngest requests wait, and are prefilled again later; for more speed raise "
+                "kv_cache_memory_bytes or gpu_memory_utilization, or lower max_num_seqs"
+            )
+        self._num_preempted = self._scheduler.num_preempted
+
     def _fail(self, number: int, error: str, **kind: Any) -> None:
         """Answer a request with the reason why it cannot be served."""
         self._failed[number] = TokenChunk(request_id=number, version=self.version, error=error, **kind)
@@ -295,8 +311,7 @@ class EmbeddedWorker:
             self._weights.allocate()
             self._are_weights_here = True
         if what in ("all", "kv_cache") and self._cache is None:
-            shape = self._plan.cache_shape(self._num_slots)
-            self._cache = SlotCache(shape, self._weights.dtype, self.device, self._plan.state)
+            self._cache = PagedCache(self._shape, self._weights.dtype, self.device, self._plan.state)
             if self._is_routing and self._weights.routing is not None:
                 self._cache.record_routing(self._weights.routing.shape)
 
@@ -315,7 +330,7 @@ class EmbeddedWorker:
         cache = 0 if self._cache is None else self._cache.nbytes
         return {"weights": self._weights.memory_bytes(), "kv_cache": cache}
 
-    def _serving_cache(self) -> SlotCache:
+    def _serving_cache(self) -> PagedCache:
         if not self._are_weights_here or self._cache is None:
             missing = "kv_cache" if self._are_weights_here else "weights"
             raise ResidencyError(f"generation needs the {missing} on {self.device}; call cuda({missing!r}) first")

@@ -1,6 +1,7 @@
 /* All of a decode step but its matrix products, on CPU in float32; `native.py` compiles and calls them.
 
-   decode_attention: attention of one new token per sequence over the slot cache. Keys are stored in blocks of BLOCK positions, [width][BLOCK] each, and values as [positions][width]. The query
+   decode_attention: attention of one new token per sequence over the paged cache. A page has BLOCK positions: keys are
+   [width][BLOCK] and values [BLOCK][width] per head. A table names the pages of each sequence. The query
    heads that share a key head are computed together, so that each block is read from memory once. The softmax is
    computed block by block. The order of all sums depends on the sequence alone, not on the batch or the threads. */
 
@@ -13,7 +14,7 @@ typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 
 struct shape {
-    int64_t num_rows, num_heads, num_kv_heads, key_width, value_width, max_len, window, num_threads;
+    int64_t num_rows, num_heads, num_kv_heads, key_width, value_width, table_width, window, num_threads;
     float scale, softcap;
 };
 
@@ -73,20 +74,22 @@ static void add_values(const float *weights, const float *values, int64_t num, i
             sums[d] += weights[j] * values[j * dim + d];
 }
 
-/* One sequence and one key head: all query heads that share it. `output` begins as zeros; `sinks` may be null. */
-static void attend(const struct shape *s, const float *query, const float *keys, const float *values, int64_t length,
-                   const float *sinks, float *output) {
+/* One sequence and one key head: all query heads that share it. `keys` and `values` are those of the head in page 0;
+   `output` begins as zeros; `sinks` may be null. */
+static void attend(const struct shape *s, const float *query, const float *keys, const float *values,
+                   const int64_t *table, int64_t length, const float *sinks, float *output) {
     int64_t dim = s->key_width, width = s->value_width, num = s->num_heads / s->num_kv_heads;
     int64_t first = s->window > 0 && length > s->window ? length - s->window : 0;
-    float most[num], total[num], scaled[dim], weights[BLOCK];
+    float most[num], total[num], scaled[num * dim], weights[BLOCK];
+    for (int64_t d = 0; d < num * dim; d++)
+        scaled[d] = query[d] * s->scale;
     for (int64_t h = 0; h < num; h++)
         most[h] = sinks ? sinks[h] : -__builtin_inff(), total[h] = sinks ? 1 : 0;
     for (int64_t start = first / BLOCK * BLOCK; start < length; start += BLOCK) {
+        int64_t page = table[start / BLOCK] * s->num_kv_heads * BLOCK;
         int64_t begin = first > start ? first - start : 0, end = length - start < BLOCK ? length - start : BLOCK;
         for (int64_t h = 0; h < num; h++) {
-            for (int64_t d = 0; d < dim; d++)
-                scaled[d] = query[h * dim + d] * s->scale;
-            float found = scores_of(scaled, keys + start * dim, dim, begin, end, s->softcap, weights);
+            float found = scores_of(scaled + h * dim, keys + page * dim, dim, begin, end, s->softcap, weights);
             float *sums = output + h * width;
             if (found > most[h]) {
                 lanes change = exponential((lanes){} + (most[h] - found));
@@ -107,7 +110,7 @@ static void attend(const struct shape *s, const float *query, const float *keys,
             }
             for (int i = 0; i < LANES; i++)
                 total[h] += sum[i];
-            add_values(weights + begin, values + (start + begin) * width, end - begin, width, sums);
+            add_values(weights + begin, values + (page + begin) * width, end - begin, width, sums);
         }
     }
     for (int64_t h = 0; h < num; h++)
@@ -116,22 +119,25 @@ static void attend(const struct shape *s, const float *query, const float *keys,
 }
 
 /* query [rows, heads, key width]; key, value [rows, kv_heads, width] of the new tokens, which are written to the cache
-   at `positions` [rows] first; keys and values are one layer of the cache; sinks [heads] or null; output [rows, heads,
-   value width]. Row i belongs to slot i. */
+   at `positions` [rows] first; table [rows, table width]; keys and values are one layer of the cache; sinks [heads] or
+   null; output [rows, heads, value width]. */
 void decode_attention(const struct shape *s, const float *query, const float *key, const float *value,
-                      const int64_t *positions, float *keys, float *values, const float *sinks, float *output) {
+                      const int64_t *positions, const int64_t *table, float *keys, float *values, const float *sinks,
+                      float *output) {
     int64_t dim = s->key_width, width = s->value_width, num = s->num_heads / s->num_kv_heads;
     memset(output, 0, sizeof(float) * s->num_rows * s->num_heads * width);
 #pragma omp parallel for num_threads(s->num_threads) schedule(dynamic, 4) if (s->num_threads > 1)
     for (int64_t i = 0; i < s->num_rows * s->num_kv_heads; i++) {
         int64_t row = i / s->num_kv_heads, head = i % s->num_kv_heads, position = positions[row];
-        float *all_keys = keys + i * s->max_len * dim, *all_values = values + i * s->max_len * width;
-        float *own = all_keys + position / BLOCK * BLOCK * dim + position % BLOCK;
+        const int64_t *pages = table + row * s->table_width;
+        float *head_keys = keys + head * BLOCK * dim, *head_values = values + head * BLOCK * width;
+        int64_t page = pages[position / BLOCK] * s->num_kv_heads * BLOCK, offset = position % BLOCK;
+        float *own = head_keys + page * dim + offset;
         for (int64_t d = 0; d < dim; d++)
             own[d * BLOCK] = key[i * dim + d];
-        memcpy(all_values + position * width, value + i * width, sizeof(float) * width);
+        memcpy(head_values + (page + offset) * width, value + i * width, sizeof(float) * width);
         int64_t at = row * s->num_heads + head * num;
-        attend(s, query + at * dim, all_keys, all_values, position + 1, sinks ? sinks + head * num : 0,
+        attend(s, query + at * dim, head_keys, head_values, pages, position + 1, sinks ? sinks + head * num : 0,
                output + at * width);
     }
 }

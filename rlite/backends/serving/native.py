@@ -31,7 +31,7 @@ COMPILE_S = 120.0
 
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_SIZES = ("num_rows", "num_heads", "num_kv_heads", "key_width", "value_width", "max_len", "window", "num_threads")
+_SIZES = ("num_rows", "num_heads", "num_kv_heads", "key_width", "value_width", "table_width", "window", "num_threads")
 
 
 class _Shape(ctypes.Structure):
@@ -39,7 +39,7 @@ class _Shape(ctypes.Structure):
 
 
 SIGNATURES: dict[str, list[Any]] = {
-    "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 8],
+    "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 9],
     "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
@@ -49,17 +49,25 @@ SIGNATURES: dict[str, list[Any]] = {
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, keys: Tensor, values: Tensor, weighting: Weighting
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weighting: Weighting,
 ) -> Tensor:
-    """Write one token of each of the first slots to one layer of the cache, and return its attention.
+    """Write one token of each row to one layer of the paged cache, and return its attention.
 
     Args:
         query: `[rows, heads, key width]`.
         key: `[rows, kv_heads, key width]`.
         value: `[rows, kv_heads, value width]`.
         positions: `[rows]`, int64.
-        keys: `[slots, kv_heads, max_len / BLOCK, key width, BLOCK]`.
-        values: `[slots, kv_heads, max_len, value width]`.
+        table: pages of each row's sequence, `[rows, pages]`, int64.
+        keys: `[all pages, kv_heads, key width, BLOCK]`.
+        values: `[all pages, kv_heads, BLOCK, value width]`.
         weighting: terms by which the layer weights the values.
 
     Returns:
@@ -67,9 +75,9 @@ def decode_attention(
     """
     rows, heads, dim = query.shape
     scale, window, softmax = weighting
-    tensors = [t.contiguous() for t in (query, key, value, positions)]
+    tensors = [t.contiguous() for t in (query, key, value, positions, table)]
     output = query.new_empty(rows, heads, width := value.shape[-1])
-    sizes = (rows, heads, key.shape[1], dim, width, values.shape[2], window or 0, torch.get_num_threads())
+    sizes = (rows, heads, key.shape[1], dim, width, table.shape[1], window or 0, torch.get_num_threads())
     sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
     shape = _Shape(*sizes, scale, softmax.softcap or 0)
     call("decode_attention", ctypes.byref(shape), *tensors, keys, values, sinks, output)

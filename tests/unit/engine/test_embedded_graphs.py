@@ -69,13 +69,16 @@ def test_addresses_stay_when_weights_are_written_and_change_when_they_are_moved(
 def test_a_step_of_fixed_shape_makes_the_logits_of_any_other(worker: EmbeddedWorker) -> None:
     sequences, model, cache = worker._scheduler.running, worker._weights, worker._serving_cache()
     lengths = [len(sequence.tokens) for sequence in sequences]
-    shape = Shape.of(len(lengths), max(lengths), worker.options.max_num_seqs, cache.max_len)
+    shape = Shape.of(len(lengths), max(lengths), worker.options.max_num_seqs, 320)
     assert (shape.rows, shape.width) == (4, 256)
     tokens, positions = torch.zeros(2, shape.rows, dtype=torch.int64)
     tokens[:3] = torch.tensor([sequence.tokens[-1] for sequence in sequences])
     positions[:3] = torch.tensor(lengths) - 1
-    fixed = logits_of_fixed_step(model, cache, tokens, positions, shape.width)[:3]
-    plan = DecodePlan(cache, lengths, positions[None, :3])
+    table = torch.zeros(shape.rows, shape.width // 64, dtype=torch.int64)
+    for row, sequence in zip(table, sequences, strict=False):
+        row[: len(sequence.pages)] = torch.tensor(sequence.pages)
+    fixed = logits_of_fixed_step(model, cache, tokens, positions, table)[:3]
+    plan = DecodePlan(cache, table[:3], positions[None, :3], lengths)
     torch.testing.assert_close(fixed, model.logits(tokens[:3], positions[:3], plan), atol=1e-10, rtol=0)
 
 
@@ -97,7 +100,7 @@ class EagerRecorder:
 @torch.inference_mode()
 def test_captures_are_made_once_and_forgotten_when_memory_has_moved(worker: EmbeddedWorker) -> None:
     cache, recorder = worker._serving_cache(), EagerRecorder()
-    graphs = DecodeGraphs(worker._weights, worker.options.max_num_seqs, recorder)
+    graphs = DecodeGraphs(worker._weights, worker.options.max_num_seqs, 300, recorder)
 
     def step(num_rows: int, addresses: tuple[int, ...]) -> int:
         tokens = torch.zeros(num_rows, dtype=torch.int64)
@@ -130,7 +133,7 @@ def test_kept_caches_survive_the_padded_rows_of_captured_steps(tmp_path: Path) -
     def second_turn(recorder: EagerRecorder | None) -> list[float]:
         worker = EmbeddedWorker(path, options, torch.device("cpu"))
         if recorder is not None:
-            worker._passes.graphs = DecodeGraphs(worker._weights, 4, recorder)
+            worker._passes.graphs = DecodeGraphs(worker._weights, 4, 300, recorder)
 
         def ask(number: int, ids: list[int], num: int) -> SequenceRequest:
             gconfig = GenerationHyperparameters(max_new_tokens=num, ignore_eos=True)

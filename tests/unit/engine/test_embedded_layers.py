@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan, PrefillPlan, ScoringPlan
-from rlite.backends.embedded.cache import CacheShape, EmbeddedOptions, SlotCache
-from rlite.backends.embedded.scheduler import Chunk, Move
+from rlite.backends.embedded.cache import CacheShape, EmbeddedOptions, PagedCache
+from rlite.backends.embedded.scheduler import Chunk, Copies
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.backends.models.architecture import miniature, saved
 from rlite.backends.models.attention import Softmax, Weighting, causal_attention
@@ -58,21 +58,23 @@ def expected(layer: int, start: int) -> Tensor:
 def test_prompts_and_decode_steps_of_every_kind_of_layer_are_those_of_the_whole_sequence(
     dtype: torch.dtype, is_fixed: bool
 ) -> None:
-    cache, rows = SlotCache(CacheShape(LAYERS, 3, 100), dtype, CPU), tensors(LENGTH, dtype)
+    cache, rows = PagedCache(CacheShape(LAYERS, 7), dtype, CPU), tensors(LENGTH, dtype)
+    pages = [5, 2]
     if is_fixed:
-        chunks = [Chunk(2, 0, 64, [7] * 64), Chunk(2, 64, START, [7] * 3)]
+        chunks = [Chunk(0, 0, 64, [7] * 64, pages=pages), Chunk(0, 64, START, [7] * 3, pages=pages)]
     else:
-        chunks = [Chunk(2, 0, 40, [7] * 40), Chunk(2, 40, START, [7] * 27)]
+        chunks = [Chunk(0, 0, 40, [7] * 40, pages=pages), Chunk(0, 40, START, [7] * 27, pages=pages)]
     for chunk in chunks:
         plan = PrefillPlan(cache, [chunk], is_flash=False, is_invariant=False, is_fixed=is_fixed)
         for layer in LAYERS:
             part = [x[chunk.start : chunk.stop] for x in rows[layer]]
             out = plan.attend(layer, *part, Weighting(0.4, WINDOWS[layer], SOFTMAX[layer]))
             torch.testing.assert_close(out, expected(layer, chunk.start)[: len(out)].to(dtype), rtol=1e-5, atol=1e-5)
-    cache.apply([Move(source=2, target=0, length=START), Move(source=2, target=1, length=START)])
-    plans: list = [DecodePlan(cache, [START + 1] * 2, torch.arange(START, LENGTH)[:, None].expand(-1, 2))]
+    cache.apply(Copies([(2, 1), (2, 6)], []))
+    table, positions = torch.tensor([[5, 1], [5, 6]]), torch.arange(START, LENGTH)[:, None].expand(-1, 2)
+    plans: list = [DecodePlan(cache, table, positions, [START + 1] * 2)]
     if cache.is_blocked:
-        plans.append(NativeDecodePlan(cache, torch.arange(START, LENGTH)[:, None].expand(-1, 2)))
+        plans.append(NativeDecodePlan(cache, table, positions))
     for step in range(LENGTH - START):
         for plan in plans:
             if step:
@@ -96,12 +98,12 @@ def test_scoring_continues_a_prompt_in_every_kind_of_layer() -> None:
 
 
 def test_layers_that_read_another_layer_s_keys_have_no_memory_of_their_own() -> None:
-    cache = SlotCache(CacheShape(LAYERS, 3, 64), torch.float64, CPU)
+    cache = PagedCache(CacheShape(LAYERS, 3), torch.float64, CPU)
     elements = 3 * 64 * (2 * (16 + 8) + 2 * 1 * (24 + 40))
-    assert cache.nbytes == 8 * elements == 8 * 3 * CacheShape(LAYERS, 3, 64).slot_elements
+    assert cache.nbytes == 8 * elements == 8 * 3 * CacheShape(LAYERS, 3).page_elements
     assert cache.keys[3].data_ptr() == cache.keys[0].data_ptr()
     cache.values[1].fill_(torch.nan)
-    cache.clear(1)
+    cache.clear([1])
     assert cache.values[1].isnan().any(dim=-1).any(dim=-1).any(dim=-1).tolist() == [True, False, True]
 
 

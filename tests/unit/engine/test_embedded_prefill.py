@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.backends.embedded.attention import PrefillPlan
-from rlite.backends.embedded.cache import CacheShape, SlotCache
+from rlite.backends.embedded.cache import CacheShape, PagedCache
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models import attention
 from rlite.backends.models.attention import Weighting
@@ -71,9 +71,9 @@ def rows(num: int) -> list[Tensor]:
     return [torch.randn(num, heads, 8, generator=generator, dtype=torch.float64) for heads in HEADS]
 
 
-def filled_cache(dtype: torch.dtype = torch.float64) -> SlotCache:
-    """A cache of four slots whose 30 positions all hold something."""
-    cache = SlotCache(CacheShape({0: AttentionLayer(4, 2, 8, 8)}, 4, 30), dtype, CPU)
+def filled_cache(dtype: torch.dtype = torch.float64) -> PagedCache:
+    """A cache of eight pages whose positions all hold something."""
+    cache = PagedCache(CacheShape({0: AttentionLayer(4, 2, 8, 8)}, 8), dtype, CPU)
     generator = torch.Generator().manual_seed(0)
     for storage in (cache.keys[0], cache.values[0]):
         storage.copy_(torch.randn(storage.shape, generator=generator))
@@ -81,14 +81,14 @@ def filled_cache(dtype: torch.dtype = torch.float64) -> SlotCache:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("starts", [(0, 0, 0), (20, 0, 7), (12, 12, 12)], ids=["whole", "mixed", "siblings"])
+@pytest.mark.parametrize("starts", [(0, 0, 0), (60, 0, 7), (64, 64, 64)], ids=["whole", "mixed", "siblings"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["plain", "blocked"])
 def test_one_call_attends_to_the_chunks_of_all_prompts_whether_or_not_they_continue_earlier_ones(
     window: int | None, starts: tuple[int, ...], dtype: torch.dtype, varlen_of_torch_2_11: VarlenOfTorch211
 ) -> None:
     lengths = (3, 9, 1)
     chunks = [
-        Chunk(slot=3 - index, start=start, stop=start + num, tokens=[7] * num)
+        Chunk(row=index, start=start, stop=start + num, tokens=[7] * num, pages=(7 - 2 * index, 2 + 2 * index))
         for index, (start, num) in enumerate(zip(starts, lengths, strict=True))
     ]
     query, key, value = (x.to(dtype) for x in rows(sum(lengths)))

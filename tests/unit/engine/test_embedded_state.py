@@ -92,7 +92,7 @@ def test_a_crowd_of_siblings_and_others_is_served_as_transformers_computes_it(
 def test_prompts_of_equal_length_share_a_call_of_each_mixer(kind: str, folders: dict[str, Path]) -> None:
     requests = requests_of(prompts_of(20, 7, 20, 20), ignore_eos=True)
     check(kind, requests, run(worker_of(folders[kind], max_num_seqs=4), requests))
-    fresh = [Chunk(slot, 0, length, [5] * length) for slot, length in enumerate((19, 6, 19))]
+    fresh = [Chunk(row, 0, length, [5] * length) for row, length in enumerate((19, 6, 19))]
     assert equal_chunks([*fresh, Chunk(3, 19, 38, [5] * 19), Chunk(4, 0, 64, [5] * 19, 45)]) == [[0, 2, 4], [1], [3]]
 
 
@@ -162,10 +162,10 @@ def test_logprobs_of_prompts_in_pieces_continue_the_states_of_their_earlier_piec
 def test_states_count_in_the_memory_of_the_cache_and_go_with_it(folders: dict[str, Path]) -> None:
     worker = worker_of(folders["qwen3_5_text"])
     cache = worker._serving_cache()
-    # three layers: 4 columns of 128 channels, and 4 heads of 16 x 16, for 3 slots
-    assert cache.states.nbytes == 3 * 3 * 4 * (4 * 128 + 4 * 16 * 16)
+    # three layers: 4 columns of 128 channels, and 4 heads of 16 x 16, for 3 rows and 3 prefixes
+    assert cache.states.nbytes == 3 * 6 * 4 * (4 * 128 + 4 * 16 * 16)
     keys_and_values = sum(tensor.nbytes for tensor in (*cache.keys.values(), *cache.values.values()))
-    assert worker.memory_bytes()["kv_cache"] == cache.nbytes == keys_and_values + 55296
+    assert worker.memory_bytes()["kv_cache"] == cache.nbytes == keys_and_values + 110592
     worker.to_cpu()
     assert worker.memory_bytes()["kv_cache"] == 0
     worker.to_device()

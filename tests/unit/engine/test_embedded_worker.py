@@ -240,11 +240,15 @@ def test_kept_caches_end_with_the_weights_that_made_them(model_dir) -> None:
     assert worker._scheduler.num_reused == 63, "the cache was given back"
 
 
-def test_a_deterministic_worker_reuses_nothing_if_decode_and_prefill_differ(model_dir) -> None:
+def test_a_deterministic_worker_reuses_prompts_alone_if_decode_and_prefill_differ(model_dir) -> None:
     worker = worker_of(model_dir(), deterministic=True, dtype="bfloat16")
-    first, second = (run(worker, requests_of(prompts_of(64)))[0] for _ in range(2))
+    first, second = (run(worker, requests_of(prompts_of(100), ignore_eos=True))[0] for _ in range(2))
     assert first.logprobs == second.logprobs
-    assert worker._scheduler.num_reused == 0
+    assert worker._scheduler.num_reused == 99
+    turn = requests_of([[*prompts_of(100)[0], *first.token_ids, 5]])
+    continued = run(worker, turn)[0]
+    assert worker._scheduler.num_reused == 99 + 99
+    assert continued == run(worker_of(model_dir(), deterministic=True, dtype="bfloat16"), turn)[0]
 
 
 def test_new_weights_are_served_after_a_write_in_place(model_dir) -> None:
@@ -398,7 +402,7 @@ def test_memory_can_be_given_back_and_weights_come_back_from_the_checkpoint(mode
     expected = tokens_of(run(worker, requests))
     held = worker.memory_bytes()
     assert held["weights"] > 0
-    assert held["kv_cache"] == 2 * 2 * 8 * 2 * 256 * 16 * 4
+    assert held["kv_cache"] == 2 * 2 * (8 * 256 + 64) * 2 * 16 * 4
     worker.to_meta()
     assert worker.memory_bytes() == {"weights": 0, "kv_cache": 0}
     with pytest.raises(ResidencyError, match="weights"):
@@ -410,6 +414,41 @@ def test_memory_can_be_given_back_and_weights_come_back_from_the_checkpoint(mode
     worker.load_weights()
     assert worker.memory_bytes() == held
     assert tokens_of(run(worker, requests)) == expected
+
+
+def test_a_small_cache_makes_the_same_tokens_with_fewer_sequences_at_once(model_dir) -> None:
+    path = model_dir("qwen3")
+    page = 64 * 2 * 2 * 2 * 16 * 4
+    requests = requests_of(prompts_of(60, 3, 120, 60, 17, 90), ignore_eos=True, max_new_tokens=100)
+    requests += [replace(requests[2], request_id=6, seed=7), replace(requests[3], request_id=7, seed=8)]
+    expected, small = run(worker_of(path), requests), worker_of(path, kv_cache_memory_bytes=8 * page)
+    assert small.memory_bytes()["kv_cache"] == 8 * page
+    for steps in (5, 1000):
+        made = run(small, requests, max_steps=steps)
+        assert small._scheduler.num_preempted
+        assert tokens_of(made) == tokens_of(expected)
+        for i, chunk in expected.items():
+            assert made[i].logprobs == pytest.approx(chunk.logprobs, abs=5e-5)
+    small._scheduler.pool.forget()
+    assert small._scheduler.pool.num_available == 7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_interrupted_requests_keep_their_bits_in_deterministic_mode(model_dir, dtype: str) -> None:
+    path, page = model_dir("qwen3"), 64 * 2 * 2 * 2 * 16 * (4 if dtype == "float32" else 8)
+    requests = requests_of(prompts_of(60, 3, 120, 60), ignore_eos=True, max_new_tokens=100)
+    requests += [replace(requests[2], request_id=4, seed=7)]
+    options = {"deterministic": True, "dtype": dtype}
+    small = worker_of(path, kv_cache_memory_bytes=6 * page, **options)
+    assert run(small, requests, max_steps=7) == run(worker_of(path, **options), requests)
+    assert bool(small._scheduler.num_preempted) == (dtype == "float32")
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused_at_build(model_dir) -> None:
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=256 needs 0.2 MiB of KV cache, 0.1 MiB are left at kv_cache_"
+    ):
+        worker_of(model_dir(), kv_cache_memory_bytes=4 * 64 * 2 * 2 * 2 * 16 * 4)
 
 
 def test_offloading_in_the_middle_loses_nothing(model_dir) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite.backends.embedded.attention import NativeDecodePlan
-from rlite.backends.embedded.cache import CacheShape, EmbeddedOptions, SlotCache
+from rlite.backends.embedded.cache import CacheShape, EmbeddedOptions, PagedCache
 from rlite.backends.embedded.model import ROWS, ShardedModel
 from rlite.backends.models.linear import MIN_ROWS
 from tests.tiny import build_model_dir
@@ -32,9 +32,10 @@ def test_logits_are_those_of_transformers_and_many_rows_are_filled_up(
     tokens = torch.arange(3, 3 + MOST)
     expected = AutoModelForCausalLM.from_pretrained(path).eval()(tokens[:, None]).logits[:, 0]
     for rows in range(1, MOST + 1):
-        cache = SlotCache(CacheShape(model.layers, rows, 8), torch.float32, CPU)
+        cache = PagedCache(CacheShape(model.layers, rows + 1), torch.float32, CPU)
         positions = torch.zeros(rows, dtype=torch.int64)
-        logits = model.logits(tokens[:rows], positions, NativeDecodePlan(cache, positions[None]))
+        table = torch.arange(1, rows + 1)[:, None]
+        logits = model.logits(tokens[:rows], positions, NativeDecodePlan(cache, table, positions[None]))
         torch.testing.assert_close(logits, expected[:rows], rtol=1e-5, atol=1e-5)
     assert {rows for rows in seen if rows >= MIN_ROWS} == {
         rows for rows in range(MIN_ROWS, MOST + ROWS) if not rows % ROWS

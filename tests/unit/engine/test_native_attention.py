@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan
-from rlite.backends.embedded.cache import CacheShape, SlotCache
+from rlite.backends.embedded.cache import CacheShape, PagedCache
+from rlite.backends.embedded.pages import num_pages
 from rlite.backends.models.attention import Softmax, Weighting
 from rlite.backends.models.layout import AttentionLayer
 from rlite.backends.serving.native import compiled
@@ -27,16 +28,22 @@ def compiler() -> None:
     assert compiled() is not None
 
 
-def filled_cache(rows: int, shape: tuple[int, int, int, int], width: int | None = None) -> SlotCache:
+def filled_cache(rows: int, shape: tuple[int, int, int, int], width: int | None = None) -> PagedCache:
     heads, kv_heads, dim, max_len = shape
     layers = dict.fromkeys(range(2), AttentionLayer(heads, kv_heads, dim, width or dim))
-    cache = SlotCache(CacheShape(layers, rows, max_len), torch.float32, CPU)
+    cache = PagedCache(CacheShape(layers, rows * num_pages(max_len) + 1), torch.float32, CPU)
     for part in (*cache.keys.values(), *cache.values.values()):
         part.copy_(torch.randn_like(part))
     return cache
 
 
-def copy_into(cache: SlotCache, source: SlotCache) -> None:
+def table_of(rows: int, shape: tuple[int, int, int, int]) -> Tensor:
+    """The pages of each row, in any order."""
+    width, generator = num_pages(shape[3]), torch.Generator().manual_seed(rows)
+    return (torch.randperm(rows * width, generator=generator) + 1).view(rows, width)
+
+
+def copy_into(cache: PagedCache, source: PagedCache) -> None:
     for layer in source.keys:
         cache.keys[layer].copy_(source.keys[layer])
         cache.values[layer].copy_(source.values[layer])
@@ -66,7 +73,8 @@ def test_it_computes_what_pytorch_computes(
     copy_into(cache, expected)
     lengths = [1, 2, shape[3] - 1, *torch.randint(1, shape[3] - 1, (rows - 3,)).tolist()]
     positions = torch.tensor(lengths) - 1 + torch.arange(2)[:, None]
-    plans = DecodePlan(expected, lengths, positions), NativeDecodePlan(cache, positions)
+    table = table_of(rows, shape)
+    plans = DecodePlan(expected, table, positions, lengths), NativeDecodePlan(cache, table, positions)
     for step in range(2):
         query, key, value = new_tokens(rows, shape, width)
         for plan in plans if step else ():
@@ -82,15 +90,17 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads() -
     shape, rows = SHAPES[0], 40
     cache, (query, key, value) = filled_cache(rows, shape), new_tokens(rows, SHAPES[0])
     positions = torch.randint(0, 300, (1, rows))
-    num_threads = torch.get_num_threads()
+    num_threads, table = torch.get_num_threads(), table_of(rows, shape)
     found = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(NativeDecodePlan(cache, positions).attend(0, query, key, value, Weighting(0.1)))
+            found.append(NativeDecodePlan(cache, table, positions).attend(0, query, key, value, Weighting(0.1)))
     finally:
         torch.set_num_threads(num_threads)
-    fewer = NativeDecodePlan(cache, positions[:, :7]).attend(0, query[:7], key[:7], value[:7], Weighting(0.1))
+    fewer = NativeDecodePlan(cache, table[:7], positions[:, :7]).attend(
+        0, query[:7], key[:7], value[:7], Weighting(0.1)
+    )
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[0][:7], fewer)
@@ -106,7 +116,8 @@ def test_values_that_are_not_finite_show_in_their_row_alone(what: str, bad: floa
         dict(zip(("query", "key", "value"), new_tokens(rows, shape), strict=True)),
     )
     tokens[what][2] = bad
-    found = NativeDecodePlan(cache, torch.tensor([[5, 70, 90, 11]])).attend(0, **tokens, weighting=Weighting(0.1))
+    plan = NativeDecodePlan(cache, table_of(rows, shape), torch.tensor([[5, 70, 90, 11]]))
+    found = plan.attend(0, **tokens, weighting=Weighting(0.1))
     is_finite = found.isfinite().flatten(1).all(1)
     assert is_finite.tolist() == [True, True, False, True]
 
@@ -118,8 +129,9 @@ def test_large_scores_do_not_overflow() -> None:
     copy_into(caches[1], caches[0])
     lengths, (query, key, value) = [300, 17, 130], new_tokens(rows, shape)
     positions = torch.tensor([lengths]) - 1
-    theirs = DecodePlan(caches[0], lengths, positions).attend(0, query, key, value, Weighting(100.0))
-    ours = NativeDecodePlan(caches[1], positions).attend(0, query, key, value, Weighting(100.0))
+    table = table_of(rows, shape)
+    theirs = DecodePlan(caches[0], table, positions, lengths).attend(0, query, key, value, Weighting(100.0))
+    ours = NativeDecodePlan(caches[1], table, positions).attend(0, query, key, value, Weighting(100.0))
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 

@@ -56,8 +56,8 @@ def test_pieces_cover_every_token_but_the_last_once_and_cut_prompts_only_when_fu
     assert [sum(c.stop - c.start for c in piece) for piece in cut[:-1]] == [7] * (len(cut) - 1)
     assert all(chunk.start == 0 for piece in cut for chunk in piece[1:])
     for index, prompt in enumerate(PROMPTS):
-        assert [token for piece in cut for c in piece if c.slot == index for token in c.tokens] == prompt[:-1]
-    assert all(len({chunk.slot for chunk in piece}) == 1 for piece in pieces(PROMPTS, 7, is_alone=True))
+        assert [token for piece in cut for c in piece if c.row == index for token in c.tokens] == prompt[:-1]
+    assert all(len({chunk.row for chunk in piece}) == 1 for piece in pieces(PROMPTS, 7, is_alone=True))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])  # one that is computed in any shape, and one in fixed shapes
