@@ -34,6 +34,7 @@ from rlite.backends.models.attention import (
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.models.mixers import Mixer, Mixing, State, current_mixing, map_outputs
 from rlite.backends.serving.native import decode_attention
+from rlite.runtime.parallel.upload import upload
 
 ATTENTION = "rlite_slots"
 
@@ -125,18 +126,18 @@ class PrefillPlan(AttentionPlan):
         lengths, stops = [c.stop - c.start for c in chunks], [c.stop for c in chunks]
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
-        slots = torch.from_numpy(np.repeat([c.slot for c in chunks], lengths)).to(device)
+        slots = upload(np.repeat([c.slot for c in chunks], lengths), device)
         self.places = slots, places
         self.targets = cache.targets(slots, places)
         if is_flash:
             sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
-            cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
+            cu_queries, cu_keys = upload(sums, device, torch.int32)
             self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
             self._past: tuple[Tensor, Tensor] | None = None
             """slots and positions of the keys that the chunks see, if some are of an earlier forward"""
             if any(c.start for c in chunks):
                 past = np.repeat([c.slot for c in chunks], stops), np.concatenate([np.arange(stop) for stop in stops])
-                self._past = torch.from_numpy(past[0]).to(device), torch.from_numpy(past[1]).to(device)
+                self._past = upload(past[0], device), upload(past[1], device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Compute the attention of the chunks to their slots.
@@ -227,8 +228,7 @@ def rows_of(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tens
     """Return tokens and places `[tokens]` of a row of chunks."""
     tokens = [token for c in chunks for token in (*c.tokens, *[0] * c.num_padding)]
     places = np.concatenate([np.arange(c.start, c.stop) for c in chunks])
-    # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
-    return torch.tensor(tokens, device=device), torch.from_numpy(places).to(device)
+    return upload(tokens, device), upload(places, device)
 
 
 def _by_chunk(chunks: Sequence[Chunk], *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -454,7 +454,10 @@ class DecodePlan(AttentionPlan):
             ]
         else:
             parts = [
-                self._product(layer, query[start:stop], bias[start:stop, ..., :length], start, scale, softmax)
+                # whole blocks: libraries plan a kernel anew for each length
+                self._product(
+                    layer, query[start:stop], bias[start:stop, ..., : _round_up(length)], start, scale, softmax
+                )
                 for start, stop, length in self._groups
             ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
