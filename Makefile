@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+MOCK_VENV ?= .venv-mock
 # Where torch comes from. Empty: the CPU build, from the index that pip is configured with if that has it, else from
 # PyTorch's own. For a GPU, say, RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130
 RLITE_TORCH_INDEX ?=
@@ -10,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
 BIN := $(VENV)/bin
-SOURCES := rlite tests examples recipes benchmarks docs/generate_interfaces.py docs/generate_screenshots.py
+SOURCES := rlite tests examples recipes benchmarks tools docs/generate_interfaces.py docs/generate_screenshots.py
 # test files are distributed to this many processes: more than two cores, because tests also wait
 JOBS ?= 3
 # one thread each, and threads of tests that ask for more sleep when idle: they would spin on cores that others need
@@ -21,7 +22,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm test-harness test-transformers nightly gpu-check check static core sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm test-harness test-transformers nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -65,7 +66,8 @@ nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attac
 		begun=$$(date +%s); echo "== $$name"; \
 		$(BIN)/python -m benchmarks.$$name || failed="$$failed $$name"; \
 		echo "== $$name took $$((($$(date +%s) - begun) / 60)) minutes"; \
-	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+	done; $(MAKE) gpu-rehearsal || failed="$$failed gpu-rehearsal"; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its tests, and a training benchmark
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: torch %s finds no CUDA device here. On a machine with one: make gpu-check VENV=.venv-gpu RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130" % torch.__version__)'
@@ -74,6 +76,9 @@ gpu-check: $(VENV)/.installed  ## on a machine with a GPU: what works there, its
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m benchmarks.gpu_training
 	$(BIN)/python -m benchmarks.gpu_training --use-liger-kernel
+
+gpu-rehearsal: $(MOCK_VENV)/.installed  ## without a GPU: the CUDA path on a mock of one, against budgets of waits, launches and memory
+	$(MOCK_VENV)/bin/python -m tools.mock_gpu.rehearse $(ARGS)
 
 check: static test  ## what CI runs: formatting, lint, types, layers, tests
 
@@ -101,7 +106,7 @@ bench-vllm-env: $(VLLM_VENV)/.installed  ## .venv-vllm: the real vLLM on CPU, fo
 bench-trl-env: .venv-trl/.installed  ## .venv-trl: TRL, for benchmarks/peers/trl_grpo.py
 
 clean:  ## remove every environment and cache that make made
-	rm -rf $(VENV) $(VLLM_VENV) .venv-trl .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(MOCK_VENV) .venv-trl .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # $(call install_torch,VENV): the CPU build carries the suffix +cpu on Linux and none elsewhere
 ifeq ($(RLITE_TORCH_INDEX),)
@@ -139,6 +144,14 @@ $(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.
 	$(call install_torch,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps --no-compile -r benchmarks/peers/requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+# the CUDA build, whatever pip prefers: PyPI's wheel has no suffix in its version, which === demands
+$(MOCK_VENV)/.installed: pyproject.toml constraints-cpu.txt
+	$(PYTHON) -m venv $(MOCK_VENV)
+	$(MOCK_VENV)/bin/pip install --quiet --no-compile "torch===$(TORCH)"
+	grep -v '^torch==' constraints-cpu.txt > $(MOCK_VENV)/constraints.txt
+	$(MOCK_VENV)/bin/pip install --quiet --no-compile -c $(MOCK_VENV)/constraints.txt -e ".[lora,plot]"
 	touch $@
 
 .venv-trl/.installed: benchmarks/peers/requirements-trl.txt constraints-cpu.txt

@@ -91,7 +91,7 @@ class OnLogprobs(ABC):
         At other positions values may be 0, which saves work.
 
         Args:
-            data: the pack's keys.
+            data: the pack's keys, on the CPU.
         """
         return None
 
@@ -114,7 +114,7 @@ def next_token(
         shifted[:, -1:] = fill
     elif len(x):
         # an empty sequence at the front points at -1, the last position of all, which is filled anyway
-        shifted[cu_seqlens[1:].long() - 1] = fill
+        shifted.index_fill_(0, cu_seqlens[1:].long() - 1, fill)  # an assignment would copy `fill` to the device
     return shifted
 
 
@@ -137,7 +137,7 @@ def previous_token(
     elif len(x):
         starts = cu_seqlens[:-1].long()
         # an empty sequence at the end points at T, which does not exist; position 0 is filled anyway
-        shifted[torch.where(starts < len(x), starts, 0)] = fill
+        shifted.index_fill_(0, torch.where(starts < len(x), starts, 0), fill)
     return shifted
 
 
@@ -183,8 +183,10 @@ def block_statistics(logits: Block, labels: Int[Tensor, " rows"], temperature: f
 
 def no_statistics(labels: Int[Tensor, " rows"], dtype: torch.dtype) -> Statistics:
     """Return the statistics of a block without columns."""
-    values = labels.new_tensor([torch.finfo(dtype).min, 0, 0, -torch.inf], dtype=dtype)
-    return values[:, None].repeat(1, len(labels))
+    values = labels.new_zeros(4, len(labels), dtype=dtype)
+    values[0].fill_(torch.finfo(dtype).min)
+    values[3].fill_(-torch.inf)
+    return values
 
 
 def merge(first: Statistics, second: Statistics) -> Statistics:

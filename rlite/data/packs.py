@@ -26,6 +26,7 @@ from rlite.data.routing import ROUTED, note_rows, rows_tensor
 from rlite.errors import ConfigError, DataError
 from rlite.runtime.parallel.microbatch_plan import plan_sharing
 from rlite.runtime.parallel.prefix_tree import Prefixes, PrefixTree, Sharing
+from rlite.runtime.parallel.upload import upload
 from rlite.types import LLMResponse, PackingMethod, StopReason
 
 # -- trajectories ------------------------------------------------------------------------------------------------------
@@ -420,6 +421,9 @@ def pair_rows(batch: Mapping[str, Tensor]) -> list[int]:
 class Pack(UserDict[str, Any]):
     """Rows of a batch, concatenated; each key is packed and moved to the device when it is first read."""
 
+    on_host: Callable[[], Pack]
+    """make the same pack on the CPU, to compute shapes without waiting for the device"""
+
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
         if isinstance(value, partial):  # not read yet
@@ -450,15 +454,16 @@ def lazy_pack(
             selected = selected[is_ragged_value(batch[RAGGED[key]][index], selected.shape[1])]
         elif selected.shape[:2] == mask.shape:
             selected = selected[mask]
-        return selected.to(device)
+        return upload(selected, device)
 
     index = torch.as_tensor(rows)
     mask = batch["attention_mask"][index].bool()
     lengths = mask.sum(-1)
     starts = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
     packed = Pack({key: partial(packed_key, key, value) for key, value in batch.items() if key not in PACK_LAYOUT})
-    packed["cu_seqlens"] = starts.to(device)
-    packed["position_ids"] = (torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)).to(device)
+    packed.on_host = partial(lazy_pack, batch, rows, torch.device("cpu"))
+    packed["cu_seqlens"] = upload(starts, device)
+    packed["position_ids"] = upload(torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths), device)
     packed["max_seqlen"] = int(lengths.max())
     if sharing is not None and any(sharing.counts):
         packed["prefix_tree"] = PrefixTree(lengths.tolist(), sharing, device)

@@ -35,6 +35,7 @@ from rlite.backends.models.attention import (
 from rlite.backends.models.batch_invariant import BLOCK, SUM, attend
 from rlite.backends.models.mixers import Mixer, Mixing, State, current_mixing, map_outputs
 from rlite.backends.serving.native import decode_attention
+from rlite.runtime.parallel.upload import upload
 
 ATTENTION = "rlite_pages"
 
@@ -130,16 +131,15 @@ class PrefillPlan(AttentionPlan):
         # the table of rotary angles may end with the last token
         self.positions = places.clamp(max=stops[-1] - chunks[-1].num_padding - 1) if is_fixed else places
         rows = [rows_of_pages(c.pages, c.start, c.stop) for c in chunks]
-        self.targets = Targets(torch.from_numpy(np.concatenate(rows)).to(device))
+        self.targets = Targets(upload(np.concatenate(rows), device))
         if is_flash:
             sums = [[0, *accumulate(lengths)], [0, *accumulate(stops)]]
-            cu_queries, cu_keys = torch.tensor(sums, dtype=torch.int32, device=device)
+            cu_queries, cu_keys = upload(sums, device, torch.int32)
             self._bounds = Bounds(cu_queries, cu_keys, max(lengths), max(stops))
             self._seen: Tensor | None = None
             """places of the keys that the chunks see, if some are of an earlier forward"""
             if any(c.start for c in chunks):
-                seen = [rows_of_pages(c.pages, 0, c.stop) for c in chunks]
-                self._seen = torch.from_numpy(np.concatenate(seen)).to(device)
+                self._seen = upload(np.concatenate([rows_of_pages(c.pages, 0, c.stop) for c in chunks]), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Compute the attention of the chunks to their sequences.
@@ -240,8 +240,7 @@ def rows_of(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor, Tens
     """Return tokens and places `[tokens]` of a row of chunks."""
     tokens = [token for c in chunks for token in (*c.tokens, *[0] * c.num_padding)]
     places = np.concatenate([np.arange(c.start, c.stop) for c in chunks])
-    # the device is stated even for the host's tensors: the caller may be inside a `torch.device("meta")` mode
-    return torch.tensor(tokens, device=device), torch.from_numpy(places).to(device)
+    return upload(tokens, device), upload(places, device)
 
 
 def _by_chunk(chunks: Sequence[Chunk], *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

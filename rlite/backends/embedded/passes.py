@@ -49,6 +49,7 @@ from rlite.backends.serving.sampler import RequestRules, Sampled, SamplingBatch
 from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DivergedError
 from rlite.runtime.parallel.shards import nonfinite_names
+from rlite.runtime.parallel.upload import upload
 from rlite.types import GenerationHyperparameters
 
 NARROWEST = 256
@@ -313,10 +314,10 @@ class ForwardPasses:
             steps = min(steps, CUDA_STEPS)
         lengths = [len(s.tokens) for s in sequences]
         # of the tokens that go in, [steps, rows]; the one that comes out is one further
-        positions = torch.tensor(lengths, device=device) + torch.arange(-1, steps - 1, device=device)[:, None]
+        positions = upload(lengths, device) + torch.arange(-1, steps - 1, device=device)[:, None]
         random = sampler.uniforms(batch.seeds, positions + 1)
         logits_at = self._steps_of(cache, lengths, positions)
-        tokens = torch.tensor([s.tokens[-1] for s in sequences], device=device)
+        tokens = upload([s.tokens[-1] for s in sequences], device)
         made: list[Sampled] = []
         for step in range(steps):
             logits = logits_at(step, tokens)

@@ -23,6 +23,7 @@ from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.registry import located
 from rlite.runtime.parallel import fsdp
+from rlite.runtime.parallel.upload import upload
 
 
 class BatchRunner:
@@ -226,7 +227,8 @@ class BatchRunner:
         if isinstance(function, OnLogprobs):
             if function.records_routing:
                 data[ROUTED] = None
-            return self.module.compute_logprobs(data, function.temperature, function.positions(data))
+            positions = function.positions(data.on_host())  # to count the device's would wait for it
+            return self.module.compute_logprobs(data, function.temperature, positions)
         return self.module.compute_logits(data)
 
     def _loss(self, loss_fn: Loss, rows: list[int], data: Pack) -> tuple[Any, Tensor, dict[str, Any]]:
@@ -238,7 +240,7 @@ class BatchRunner:
 
     def _sum(self, values: list[float]) -> list[float]:
         """Return the sums over ranks with different data, in float64."""
-        summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+        summed = upload(values, self._device, torch.float64)
         dist.all_reduce(summed, group=self._everyone)
         return (summed / self._mesh.dims.num_peers).tolist()  # every sum is there once for each peer
 

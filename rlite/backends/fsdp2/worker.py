@@ -119,6 +119,7 @@ def head_kernels(device_type: str) -> ModuleType | None:
 
 
 @torch.no_grad()
+@real_tensors()  # files are read on the host: a tensor made on the GPU would be uploaded whole by every rank
 def read_weights(module: BaseTrainModule, path: str | None = None) -> StoredCheckpoint | None:
     """Fill this rank's boxes from a Hugging Face folder or the module's own source. Only these boxes are read.
 

@@ -28,6 +28,7 @@ from rlite.backends.models import batch_invariant
 from rlite.backends.models.linear import linear
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.context_parallel import ContextShare
+from rlite.runtime.parallel.upload import upload
 
 # logits that are worked on at once, and logits that wait for the backward pass instead of being computed again
 _CPU_BLOCK, _CPU_KEPT = 1 << 20, 1 << 26
@@ -188,7 +189,8 @@ def logprobs_of(
         head: the output embedding.
         labels: [T], next tokens.
         temperature: divides the logits.
-        positions: bool [T]; values where it is False are 0. None computes all.
+        positions: bool [T]; values where it is False are 0. None computes all. A mask on the host costs no wait for the
+            device.
         kept_ids: token ids among which the labels were drawn; see `linear_logprobs`.
         is_deterministic: see `linear_logprobs`.
         kernels: see `linear_logprobs`.
@@ -197,13 +199,16 @@ def logprobs_of(
         A list to which every call of `head` adds its answer.
     """
     answers: list[HeadAnswer] = []
-    if positions is not None and kept_ids is not None:
-        kept_ids = kept_ids.select(positions.nonzero()[:, 0])
+    index = None if positions is None else positions.nonzero()[:, 0]
+    if index is not None and index.device.type == "cpu":
+        index = upload(index, labels.device)
+    if index is not None and kept_ids is not None:
+        kept_ids = kept_ids.select(index)
 
     def forward(hidden: Tensor) -> Tensor:
         rows, wanted = hidden.flatten(0, -2), labels
-        if positions is not None:
-            rows, wanted = rows[positions], labels[positions]
+        if index is not None:
+            rows, wanted = rows.index_select(0, index), labels.index_select(0, index)
         options = {"replay": kept_ids, "is_deterministic": is_deterministic, "kernels": kernels}
         found = linear_logprobs(rows, labels=wanted, temperature=temperature, **options, **_local_part(head))
         gate = EntropyGate()
@@ -211,8 +216,8 @@ def logprobs_of(
             [found.logprobs, _Gated.apply(found.entropy, gate), *([] if kept_ids is None else [found.full_logprobs])],
             dim=-1,
         )
-        if positions is not None:
-            values = values.new_zeros(len(labels), values.shape[-1]).masked_scatter(positions[:, None], values)
+        if index is not None:
+            values = values.new_zeros(len(labels), values.shape[-1]).index_copy(0, index, values)
         # FSDP warns of a plain view
         values = torch.ops.aten._unsafe_view(values, [*hidden.shape[:-1], values.shape[-1]])
         answers.append(HeadAnswer(values, values._version, gate))

@@ -448,6 +448,8 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
         if self._changes_logits or not isinstance(head, nn.Linear):
             return self._logprobs_of_logits(data, share, labels, temperature, kept)
         own_kept = kept if kept is None or share.is_whole else kept.select(share.own_positions())
+        if positions is not None and share.group is not None:
+            positions = positions.to(labels.device)
         wanted = None if positions is None else share.take_any(positions)
         how = own_kept, self.is_deterministic, self.head_kernels
         with logprobs_of(head, share.take(labels), temperature, wanted, *how) as answers:

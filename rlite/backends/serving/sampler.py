@@ -23,6 +23,7 @@ from rlite.backends.serving import native
 from rlite.data.chat.stops import length_at_stop
 from rlite.errors import RliteError
 from rlite.nn.pretrained import load_tokenizer
+from rlite.runtime.parallel.upload import upload
 from rlite.types import MAX_KEPT_IDS, GenerationHyperparameters, SequenceRequest
 
 
@@ -194,11 +195,11 @@ class SamplingBatch:
         table = [[*row.stop_ids, *[-1] * (width - len(row.stop_ids))] for row in rows]
         return cls(
             inverse_temperature=_column(inverse, device) if any(i != 1.0 for i in inverse) else None,
-            is_greedy=torch.tensor(greedy, device=device),
+            is_greedy=upload(greedy, device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
-            seeds=torch.tensor([_signed(row.seed) for row in rows], dtype=torch.int64, device=device),
-            stop_ids=torch.tensor(table, device=device) if width else None,
+            seeds=upload([_signed(row.seed) for row in rows], device, torch.int64),
+            stop_ids=upload(table, device) if width else None,
             filter=_filter_of(rows, vocab_size, device),
         )
 
@@ -222,19 +223,19 @@ def _filter_of(batch: Sequence[Sampling], vocab_size: int, device: torch.device)
     is_told = [row.has_kept_ids and is_cut(row) for row in rows]
     max_kept = [MAX_KEPT_IDS if told else vocab_size for told in is_told]
     return RowFilter(
-        rows=torch.tensor(places, device=device),
+        rows=upload(places, device),
         top_k=_column([min(g.top_k, vocab_size) if g.top_k > 0 else vocab_size for g in cut], device),
         top_p=_column([g.top_p for g in cut], device),
         is_nucleus=any(g.top_p < 1 for g in cut),
-        banned=None if banned is None else banned.to(device),
+        banned=None if banned is None else upload(banned, device),
         max_kept=_column(max_kept, device) if any(is_told) else None,
-        reported=torch.tensor(list(compress(count(), is_told)), dtype=torch.int64, device=device),
+        reported=upload(list(compress(count(), is_told)), device, torch.int64),
         temperature=_column([row.gconfig.temperature for row in compress(rows, is_told)], device),
     )
 
 
 def _column(values: list[Any], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)[:, None]
+    return upload(values, device)[:, None]
 
 
 class Sampled(NamedTuple):

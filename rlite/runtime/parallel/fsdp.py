@@ -181,8 +181,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Tr
     device = gradients[0][1].device if gradients else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if held := [local for local in counted if local.numel()]:
-        for one in torch._foreach_norm(held, dtype=torch.promote_types(held[0].dtype, torch.float32)):
-            squares += one.double() ** 2
+        norms = torch._foreach_norm(held, dtype=torch.promote_types(held[0].dtype, torch.float32))
+        squares += torch.stack(norms).double().square().sum()  # three kernels for all parameters
     dist.all_reduce(squares, group=group)
     norm = float((squares / mesh.dims.copies).sqrt())
     if norm > max_norm and gradients:

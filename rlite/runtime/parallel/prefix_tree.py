@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlite.runtime.parallel.upload import upload
+
 MIN_SHARED = 16
 """fewest tokens that are worth sharing"""
 MIN_SHARE = 8
@@ -166,16 +168,18 @@ class PrefixTree:
         self.paths = list(paths.values())
         """nodes of all tokens of each row, in the same order"""
         index = torch.cat([paths[row] for row in range(len(lengths))])
-        self.index = index.to(device)
+        self._host_index = index
+        self.index = upload(index, device)
         """node of each token of the pack, [T] int64"""
-        self.tokens = torch.cat(tokens).to(device)
+        self.tokens = upload(torch.cat(tokens), device)
         """a token of the pack that each node stands for, [U] int64"""
-        self.counts = torch.bincount(index).to(device)
+        self.counts = upload(torch.bincount(index), device)
         """number of tokens of the pack that a node stands for, [U] int64"""
 
     def any(self, mask: Tensor) -> Tensor:
-        """Return whether the mask [T] has a token of a node, [U]."""
-        return torch.zeros_like(self.counts).index_add_(0, self.index, mask.to(self.counts)) > 0
+        """Return whether the mask [T], on the host or the tree's device, has a token of a node, [U]."""
+        index = self._host_index if mask.device.type == "cpu" else self.index
+        return mask.new_zeros(len(self.tokens), dtype=torch.int64).index_add_(0, index, mask.long()) > 0
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:

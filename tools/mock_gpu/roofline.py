@@ -1,0 +1,153 @@
+"""FLOPs, bytes and predicted seconds of every operation of real code, by the constants of roofline.json.
+
+An operation takes as long as its FLOPs or its bytes, whichever is longer, and no less than a kernel of no work. What
+one operation leaves in the L2 cache for the next is not modelled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+MACHINE: dict[str, float] = {
+    key: float(value)
+    for key, value in json.loads((Path(__file__).parent / "roofline.json").read_text()).items()
+    if key != "comment"
+}
+VIEWS = frozenset(
+    [
+        "view",
+        "transpose",
+        "t",
+        "slice",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "permute",
+        "select",
+        "split",
+        "split_with_sizes",
+        "detach",
+        "alias",
+        "_unsafe_view",
+        "unbind",
+        "as_strided",
+        "_reshape_alias",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "unsafe_split",
+        "narrow",
+        "chunk",
+        "set_",
+        "resize_",
+        "record_stream",
+        "is_pinned",
+    ]
+)
+"""operations without a kernel"""
+FILLS = frozenset("zero_ fill_ zeros zeros_like new_zeros ones ones_like full new_full".split())  # noqa: SIM905
+"""operations that only write"""
+CAUSAL = 0.5
+"""share of the scores that a causal mask leaves; torch counts all"""
+
+
+def _bytes(values: Any) -> int:
+    """Return the bytes of the device's tensors, each element once even if it is repeated by a stride of 0."""
+    tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_cuda]
+    return sum(x.element_size() * _distinct(x) for x in tensors)
+
+
+def _distinct(x: Tensor) -> int:
+    num = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        num *= size if stride else 1
+    return num
+
+
+class Roofline(TorchDispatchMode):
+    """Adds up operations while it is active. `attention` and `gemm` are the kinds that are bound by FLOPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.by_operation: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1]
+        if name not in VIEWS and any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((args, kwargs, out))):
+            self._add(name, func, args, kwargs or {}, out)
+        return out
+
+    def _add(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        is_attention = "attention" in name or "varlen" in name or "flash" in name
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=out) * (CAUSAL if is_attention else 1) if count else 0
+        moved = _bytes(out) if name in FILLS else _bytes((args, kwargs)) + _bytes(out)
+        self.add("attention" if is_attention else "gemm" if flops else "elementwise", name, flops, moved)
+
+    def add(self, kind: str, name: str, flops: float, moved: float) -> None:
+        """Add one operation."""
+        rate = MACHINE["attention_flops_per_second" if kind == "attention" else "gemm_flops_per_second"]
+        seconds = max(flops / rate, moved / MACHINE["bytes_per_second"], MACHINE["seconds_per_kernel"])
+        self.by_operation[name] += seconds
+        for counter, value in ((self.seconds, seconds), (self.flops, flops), (self.bytes, moved)):
+            counter[kind] += value
+
+    @property
+    def total_seconds(self) -> float:
+        """Predicted seconds of all operations, one after the other."""
+        return sum(self.seconds.values())
+
+
+@contextmanager
+def own_kernels(roofline: Roofline) -> Iterator[None]:
+    """Add the Triton kernels of the block, which torch does not dispatch: each reads and writes its tensors once.
+
+    Yields:
+        None.
+    """
+    try:
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+    run = JITFunction.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        roofline.add("elementwise", self.fn.__name__, 0, _bytes(args))
+        return run(self, *args, **kwargs)
+
+    JITFunction.run = counted
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+@contextmanager
+def accounted() -> Iterator[Roofline]:
+    """Account for the operations of the block.
+
+    Yields:
+        The sums, complete when the block has ended.
+    """
+    roofline = Roofline()
+    with own_kernels(roofline), roofline:
+        yield roofline
+    torch.cuda.synchronize()
