@@ -347,6 +347,36 @@ class NativeDecodePlan(AttentionPlan):
         return _mix_rows(self.cache, mixer, hidden_states, 0)
 
 
+class CheckPlan(PrefillPlan):
+    """Several tokens of some sequences, each of which sees its sequence up to itself: `decode.c`'s part of a prefill.
+
+    Args:
+        cache: the cache of the slots, whose keys are blocked.
+        chunks: the chunks, in the order of the row.
+    """
+
+    def __init__(self, cache: SlotCache, chunks: Sequence[Chunk]) -> None:
+        super().__init__(cache, chunks, is_flash=False, is_invariant=False)
+        lengths = [chunk.stop - chunk.start for chunk in chunks]
+        self._slots = torch.from_numpy(np.repeat([chunk.slot for chunk in chunks], lengths))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+        """Compute the attention of all tokens by one call.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
+            weighting: terms by which the layer weights the values.
+
+        Returns:
+            The attention output.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return decode_attention(query, key, value, self.positions, keys, values, weighting, self._slots)
+
+
 def _mix_rows(cache: SlotCache, mixer: Mixer, hidden_states: Tensor, first_slot: int) -> Any:
     """Return the output of a mixer for one token of each slot from the first on, and advance the states."""
     slots = slice(first_slot, first_slot + len(hidden_states))

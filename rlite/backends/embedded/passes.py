@@ -30,13 +30,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlite.backends.embedded.attention import DecodePlan, NativeDecodePlan, PrefillPlan
+from rlite.backends.embedded.attention import CheckPlan, DecodePlan, NativeDecodePlan, PrefillPlan
 from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.embedded.speculation import SHORT_BURST, Speculator, kept_spans
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving import native, sampler
-from rlite.backends.serving.sampler import RequestRules, Sampled, SamplingBatch
+from rlite.backends.serving.sampler import RequestRules, Sampled, Sampling, SamplingBatch
 from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DivergedError
 from rlite.runtime.parallel.shards import nonfinite_names
@@ -211,6 +212,16 @@ STOP_STRING_STEPS = 4
 CUDA_STEPS = 8
 """decode steps between two checks for stop tokens on CUDA, where a check waits for the device"""
 
+
+class _Batch(NamedTuple):
+    """Sampling parameters of the rows of one forward pass."""
+
+    rows: list[Sampling]
+    whole: SamplingBatch
+    alone: list[SamplingBatch]
+    """those of each row, if rows are sampled one by one"""
+
+
 Steps = Callable[[int, Tensor], Tensor]
 """the steps of a burst, called in order: (step, tokens `[rows]`) -> logits `[rows, vocabulary]`"""
 
@@ -227,6 +238,11 @@ class ForwardPasses:
     """the ranks of the replica; None is one rank"""
     graphs: DecodeGraphs | None
     """captured decode steps, if there are any"""
+    speculator: Speculator | None = None
+    """proposes tokens; None: each step makes one token of each row"""
+
+    def __post_init__(self) -> None:
+        self._last = _Batch([], SamplingBatch.of([], self.rules.vocab_size, self.weights.device), [])
 
     def prefill(self, cache: SlotCache) -> None:
         """Fill the cache for all running sequences, except for the last token of each."""
@@ -259,39 +275,101 @@ class ForwardPasses:
             DivergedError: the weights are not finite.
         """
         sequences, device = self.scheduler.running, self.weights.device
-        gconfigs = [s.request.gconfig for s in sequences]
-        steps = self.scheduler.burst(max_steps)
-        if any(g.stop for g in gconfigs):  # a recurrent state cannot go back behind a stop
+        steps, batch = self.scheduler.burst(max_steps), self._batch([s.sampling for s in sequences])
+        if self.speculator is not None:
+            if proposals := self.speculator.propose(sequences):
+                return 1, self._check(cache, proposals, version)
+            if self.speculator.is_worthwhile(len(sequences)):
+                steps = min(steps, SHORT_BURST)
+        if any(s.request.gconfig.stop for s in sequences):  # a recurrent state cannot go back behind a stop
             steps = min(steps, 1 if self.weights.has_state else STOP_STRING_STEPS)
-        batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=device)
-        batch = batch_of([s.sampling for s in sequences])
-        alone = [batch_of([s.sampling]) for s in sequences] if self.options.deterministic else []
-        watched = batch.stop_ids if device.type == "cpu" or self.weights.has_state else None
-        if batch.stop_ids is not None and watched is None:
+        stop_ids = batch.whole.stop_ids
+        watched = stop_ids if device.type == "cpu" or self.weights.has_state else None
+        if stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
         lengths = [len(s.tokens) for s in sequences]
         # of the tokens that go in, [steps, rows]; the one that comes out is one further
         positions = torch.tensor(lengths, device=device) + torch.arange(-1, steps - 1, device=device)[:, None]
-        random = sampler.uniforms(batch.seeds, positions + 1)
+        random = sampler.uniforms(batch.whole.seeds, positions + 1)
         logits_at = self._steps_of(cache, lengths, positions)
         tokens = torch.tensor([s.tokens[-1] for s in sequences], device=device)
         made: list[Sampled] = []
         for step in range(steps):
-            logits = logits_at(step, tokens)
-            draw = partial(sampler.sample_each, logits, alone) if alone else partial(sampler.sample, logits, batch)
-            sampled = draw(random[step])
-            if self.weights.is_invariant:
-                sampled = with_trained_logprobs(sampled, logits, gconfigs, self.weights.num_vocabulary_shards)
-            made.append(sampled)
-            tokens = sampled.tokens
-            if self.group is not None:
-                dist.broadcast(tokens, group_src=0, group=self.group)
+            made.append(self._sample(logits_at(step, tokens), batch, random[step]))
+            tokens = made[-1].tokens
             if watched is not None and torch.eq(tokens[:, None], watched).any():
                 break
         # [row][step] each: tokens and the two kinds of log-probabilities
         columns = zip(*(step[:3] for step in made), strict=True)
-        ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
-        extras = self._extras(cache, sequences, made, lengths)
+        rows = [torch.stack(column, dim=1).tolist() for column in columns]
+        kept_ids = zip(*(sampler.kept_ids_of(step.kept, len(sequences)) for step in made), strict=True)
+        return len(made), self._record(cache, version, rows, list(kept_ids))
+
+    def _check(self, cache: SlotCache, proposals: list[list[int]], version: int) -> dict[int, str]:
+        """Run one decode step in which rows may accept proposed tokens.
+
+        Args:
+            cache: the KV cache.
+            proposals: proposed tokens of each row.
+            version: policy version, for messages.
+
+        Returns:
+            The reason for each request that cannot continue, by request number.
+
+        Raises:
+            DivergedError: the weights are not finite.
+        """
+        assert self.speculator is not None
+        pairs, weights = list(zip(self.scheduler.running, proposals, strict=True)), self.weights
+        chunks = [Chunk(s.slot, (n := len(s.tokens)) - 1, n + len(p), [s.tokens[-1], *p]) for s, p in pairs]
+        batch = self._batch([s.sampling for s, p in pairs for _ in range(len(p) + 1)])
+        is_native = cache.is_blocked and not weights.is_invariant and native.compiled() is not None
+        plan = CheckPlan(cache, chunks) if is_native else PrefillPlan(cache, chunks, False, weights.is_invariant)
+        logits = weights.logits(plan.tokens, plan.positions, plan)
+        sampled = self._sample(logits, batch, sampler.uniforms(batch.whole.seeds, plan.positions + 1))
+        columns = [column.tolist() for column in sampled[:3]]
+        spans = kept_spans(columns[0], proposals)
+        self.speculator.observe(sum(map(len, proposals)), sum(s.stop - s.start - 1 for s in spans))
+        kept_ids = sampler.kept_ids_of(sampled.kept, len(columns[0]))
+        rows = [[column[span] for span in spans] for column in columns]
+        return self._record(cache, version, rows, [kept_ids[span] for span in spans])
+
+    def _batch(self, rows: list[Sampling]) -> _Batch:
+        """Return the sampling parameters of rows, which are mostly those of the call before."""
+        if rows != self._last.rows:
+            batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=self.weights.device)
+            alone = [batch_of([row]) for row in rows] if self.options.deterministic else []
+            self._last = _Batch(rows, batch_of(rows), alone)
+        return self._last
+
+    def _sample(self, logits: Tensor, batch: _Batch, random: Tensor) -> Sampled:
+        """Return a token of each row of logits `[rows, vocabulary]`, the same on all ranks."""
+        sample_each, sample_all = sampler.sample_each, sampler.sample
+        sampled = sample_each(logits, batch.alone, random) if batch.alone else sample_all(logits, batch.whole, random)
+        if self.weights.is_invariant:
+            gconfigs = [row.gconfig for row in batch.rows]
+            sampled = with_trained_logprobs(sampled, logits, gconfigs, self.weights.num_vocabulary_shards)
+        if self.group is not None:
+            dist.broadcast(sampled.tokens, group_src=0, group=self.group)
+        return sampled
+
+    def _record(
+        self, cache: SlotCache, version: int, rows: Sequence[list[list[Any]]], kept_ids: list[Any]
+    ) -> dict[int, str]:
+        """Give the sequences their tokens.
+
+        Args:
+            cache: the KV cache.
+            version: policy version, for messages.
+            rows: `[row][step]` each: tokens, log-probabilities and sampling log-probabilities.
+            kept_ids: `[row][step]`.
+
+        Returns:
+            The reason for each request that cannot continue, by request number.
+        """
+        ids, logprobs, sampling_logprobs = rows
+        sequences = self.scheduler.running
+        extras = {"kept_ids": kept_ids, **self._routing_of(cache, [len(made) for made in ids])}
         # NaN among the logits is NaN here, and so is a choice of nothing
         are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
@@ -299,23 +377,21 @@ class ForwardPasses:
         cache.apply(self.scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop, extras))
         if failed:
             cache.apply(self.scheduler.abort(failed))
-        return len(made), failed
+        return failed
 
-    def _extras(
-        self, cache: SlotCache, sequences: Sequence[RunningSequence], made: Sequence[Sampled], lengths: Sequence[int]
-    ) -> dict[str, list[Any]]:
-        """Return the further columns `[row][step]` of a burst."""
-        kept_ids = zip(*(sampler.kept_ids_of(step.kept, len(sequences)) for step in made), strict=True)
-        columns: dict[str, list[Any]] = {"kept_ids": list(kept_ids)}
-        if any(sequence.has_routing for sequence in sequences):
-            given = zip(sequences, lengths, strict=True)
-            columns[ROUTED] = [
-                cache.routing_of(s.slot, 0 if length == s.prompt_len else length - 1, length, len(made))
-                if s.has_routing
-                else []
-                for s, length in given
-            ]
-        return columns
+    def _routing_of(self, cache: SlotCache, counts: list[int]) -> dict[str, list[Any]]:
+        """Return the column of chosen experts `[row][step]` for rows of so many steps, if a sequence asks for it."""
+        sequences = self.scheduler.running
+        if not any(sequence.has_routing for sequence in sequences):
+            return {}
+        given = zip(sequences, [len(s.tokens) for s in sequences], counts, strict=True)
+        column = [
+            cache.routing_of(s.slot, 0 if length == s.prompt_len else length - 1, length, count)
+            if s.has_routing
+            else []
+            for s, length, count in given
+        ]
+        return {ROUTED: column}
 
     def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         return self.rules.length_at_stop(sequence.request, sequence.tokens, start, sequence.prompt_len)

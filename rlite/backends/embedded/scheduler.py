@@ -92,6 +92,12 @@ class RunningSequence:
         return Sampling(self.request.gconfig, self.request.seed, self.stop_ids, is_early, self.has_kept_ids)
 
     @property
+    def room(self) -> int:
+        """Number of tokens before the sequence ends, or before the tokens that it may sample change."""
+        length = len(self.tokens)
+        return min((limit - length for limit in (self.min_tokens, self.max_tokens) if length < limit), default=1)
+
+    @property
     def is_prefilled(self) -> bool:
         """True if the cache holds all tokens but the last."""
         return self.num_cached >= len(self.tokens) - 1
@@ -312,8 +318,7 @@ class Scheduler:
 
         Stop tokens and stop strings may end a row earlier.
         """
-        limits = [(len(s.tokens), limit) for s in self.running for limit in (s.min_tokens, s.max_tokens)]
-        return min([max_steps, *(limit - length for length, limit in limits if length < limit)])
+        return min([max_steps, *(sequence.room for sequence in self.running)])
 
     def record(
         self,

@@ -14,6 +14,7 @@ The driver compares the executor with transformers on a checkpoint's model, on C
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +31,7 @@ from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, EmbeddedOpt
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.embedded.speculation import Speculator
 from rlite.backends.models import architecture
 from rlite.backends.models.mixers import check_not_split
 from rlite.backends.models.stored import StoredCheckpoint
@@ -48,6 +50,7 @@ from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.runtime.replicas.workers import Part
 from rlite.types import GenerationHyperparameters, PromptLogprobs, SequenceRequest, TokenChunk
 
+logger = logging.getLogger(__name__)
 LOGITS_BYTES = 256 << 20
 """most memory of the float32 logits of one forward pass"""
 
@@ -169,9 +172,20 @@ class EmbeddedWorker:
         ends = frozenset(end_ids(path, weights.config))
         agree = partial(agreed, group, device)
         self._rules = RequestRules(path, self.vocab_size, self.max_model_len, ends, default, agree)
-        self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs)
+        self.speculator = self._make_speculator()
+        """counts proposed and accepted tokens; None: there are no proposals"""
+        self._passes = ForwardPasses(
+            weights, self._scheduler, self._rules, options, group, self._graphs, self.speculator
+        )
         if options.deterministic:
             check_rows(weights, self._serving_cache())
+
+    def _make_speculator(self) -> Speculator | None:
+        obstacle = speculation_obstacle(self._weights, self.options)
+        if obstacle is not None and self.options.speculation is True:
+            logger.warning("speculation=true has no effect: %s", obstacle)
+        is_off = obstacle is not None or self.options.speculation is False
+        return None if is_off else Speculator(is_always=self.options.speculation is True)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +220,9 @@ class EmbeddedWorker:
             if (error := self._rules.objection(request) or self._routing_objection(request, cache)) is not None:
                 self._fail(request.request_id, error)
             else:
-                self._scheduler.add(self._sequence(request))
+                self._scheduler.add(sequence := self._sequence(request))
+                if self.speculator is not None:
+                    self.speculator.add(sequence)
         if aborted:
             cache.apply(self._scheduler.abort(set(aborted)))
         steps = 0
@@ -328,6 +344,17 @@ class EmbeddedWorker:
             self._graphs.clear()
         self._scheduler.forget_cache()
         give_back_cached_memory()
+
+
+def speculation_obstacle(weights: ShardedModel, options: EmbeddedOptions) -> str | None:
+    """Return why proposed tokens cannot be checked by one forward pass; None if they can."""
+    if weights.device.type != "cpu":
+        return f"on {weights.device.type} it has not been measured"
+    if weights.has_state:
+        return "a recurrent state cannot go back behind a token that is not accepted"
+    if options.deterministic and not weights.is_invariant:
+        return "deterministic=true computes this model in fixed shapes, one token of each sequence"
+    return None
 
 
 def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bool]) -> list[bool]:

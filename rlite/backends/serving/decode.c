@@ -136,6 +136,30 @@ void decode_attention(const struct shape *s, const float *query, const float *ke
     }
 }
 
+/* As `decode_attention`, for several tokens of some sequences: row i belongs to slot `slots[i]`. All keys and values are
+   written before any is read. */
+void check_attention(const struct shape *s, const float *query, const float *key, const float *value,
+                     const int64_t *positions, float *keys, float *values, const float *sinks, float *output,
+                     const int64_t *slots) {
+    int64_t dim = s->key_width, width = s->value_width, num = s->num_heads / s->num_kv_heads;
+    memset(output, 0, sizeof(float) * s->num_rows * s->num_heads * width);
+    for (int64_t i = 0; i < s->num_rows * s->num_kv_heads; i++) {
+        int64_t row = i / s->num_kv_heads, at = slots[row] * s->num_kv_heads + i % s->num_kv_heads;
+        int64_t position = positions[row];
+        float *own = keys + (at * s->max_len + position / BLOCK * BLOCK) * dim + position % BLOCK;
+        for (int64_t d = 0; d < dim; d++)
+            own[d * BLOCK] = key[i * dim + d];
+        memcpy(values + (at * s->max_len + position) * width, value + i * width, sizeof(float) * width);
+    }
+#pragma omp parallel for num_threads(s->num_threads) schedule(dynamic, 4) if (s->num_threads > 1)
+    for (int64_t i = 0; i < s->num_rows * s->num_kv_heads; i++) {
+        int64_t row = i / s->num_kv_heads, head = i % s->num_kv_heads, first = row * s->num_heads + head * num;
+        int64_t at = (slots[row] * s->num_kv_heads + head) * s->max_len;
+        attend(s, query + first * dim, keys + at * dim, values + at * width, positions[row] + 1,
+               sinks ? sinks + head * num : 0, output + first * width);
+    }
+}
+
 static float inverse_rms(const float *x, int64_t width, float eps) {
     lanes part = {};
     int64_t j = 0;

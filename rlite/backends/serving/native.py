@@ -40,6 +40,7 @@ class _Shape(ctypes.Structure):
 
 SIGNATURES: dict[str, list[Any]] = {
     "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 8],
+    "check_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 9],
     "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
@@ -49,9 +50,16 @@ SIGNATURES: dict[str, list[Any]] = {
 
 
 def decode_attention(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, keys: Tensor, values: Tensor, weighting: Weighting
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    weighting: Weighting,
+    slots: Tensor | None = None,
 ) -> Tensor:
-    """Write one token of each of the first slots to one layer of the cache, and return its attention.
+    """Write tokens to one layer of the cache, and return their attention.
 
     Args:
         query: `[rows, heads, key width]`.
@@ -61,6 +69,8 @@ def decode_attention(
         keys: `[slots, kv_heads, max_len / BLOCK, key width, BLOCK]`.
         values: `[slots, kv_heads, max_len, value width]`.
         weighting: terms by which the layer weights the values.
+        slots: slot of each row, int64 `[rows]`. Rows of one slot see each other up to their own position. Without it,
+            row i belongs to slot i.
 
     Returns:
         The output, `[rows, heads, value width]`.
@@ -72,7 +82,11 @@ def decode_attention(
     sizes = (rows, heads, key.shape[1], dim, width, values.shape[2], window or 0, torch.get_num_threads())
     sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
     shape = _Shape(*sizes, scale, softmax.softcap or 0)
-    call("decode_attention", ctypes.byref(shape), *tensors, keys, values, sinks, output)
+    arguments = (ctypes.byref(shape), *tensors, keys, values, sinks, output)
+    if slots is None:
+        call("decode_attention", *arguments)
+    else:
+        call("check_attention", *arguments, slots)
     return output
 
 
