@@ -10,6 +10,7 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from rlite.backends.models.attention import Weighting
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.experts import corrects, implementation_for, use_implementation
 from rlite.backends.models.layout import AttentionLayers, attention_layers, equal_layers
-from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
+from rlite.backends.models.linear import MIN_ROWS, linear, speed_up_linear_layers
 from rlite.backends.models.mixers import State, install_mixers, mixing
 from rlite.backends.models.replay import routing_shape
 from rlite.backends.models.stored import StoredCheckpoint, buffer_shards, own_shapes, stored_buffers
@@ -95,6 +96,34 @@ class Pointwise:
         cos, sin = self._angles[positions][:, :, None].unbind(1)
         return (x * cos).add_(x.roll(x.shape[-1] // 2, -1) * sin)
 
+    def split_rotate(self, attention: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise and rotate the queries and keys of a merged product, by `decode.c`.
+
+        Args:
+            attention: the layer's attention.
+            x: queries, keys and values `[tokens, width]`.
+            positions: positions of the tokens, `[tokens]`.
+
+        Returns:
+            Queries, keys and values, `[tokens, (kv_)heads, head_dim]`.
+        """
+        rows, dim = len(x), attention.head_dim
+        num, num_kv = (len(p.weight) // dim for p in (attention.q_proj, attention.k_proj))
+        query, key, value = (x.new_empty(rows, heads, dim) for heads in (num, num_kv, num_kv))
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
+        weights = [None if norm is None else norm.weight for norm in norms]
+        sizes = (rows, num, num_kv, dim, eps, torch.get_num_threads())
+        call("split_rotate", *sizes, x, *weights, positions.contiguous(), self._angles, query, key, value)
+        return query, key, value
+
+    def split_gate(self, x: Tensor) -> Tensor:
+        """Return `silu(gate) * up` `[tokens, width]` for a merged product `[tokens, 2 width]`, by `decode.c`."""
+        rows, width = x.shape
+        output = x.new_empty(rows, width // 2)
+        call("split_silu_multiply", rows, width // 2, torch.get_num_threads(), x, output)
+        return output
+
     def gate(self, activation: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return `silu(gate) * up`.
 
@@ -112,6 +141,29 @@ class Pointwise:
 ROWS = 8
 """Decode batches are filled up to a multiple of this. oneDNN compiles its kernels for each number of rows, and would
 compile them again in every batch of ragged answers, because its cache does not hold so many."""
+
+
+class Merged(NamedTuple):
+    """Parameters of linear layers of one input, whose blocks of rows are the parameters of the layers."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> Merged:
+        """Return the joint parameters of layers, all or none of which have a bias.
+
+        The parameters of the layers become views of them: what is written to one is written to the other.
+        """
+        bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
+        return cls(_joined([layer.weight for layer in layers]), bias)
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
 
 
 class LeanDecoder:
@@ -136,7 +188,24 @@ class LeanDecoder:
             # rotate_half negates the second half, here the sines of the first are negated
             angles = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)
         self._is_invariant = is_invariant
-        self._pointwise = Pointwise(angles, is_native=not is_invariant and compiled() is not None)
+        self._is_native = not is_invariant and compiled() is not None
+        self._pointwise = Pointwise(angles, self._is_native)
+        self._merged: list[tuple[Merged, Merged] | None] = [None] * len(self._layers)
+        """products of queries, keys and values, and of gate and up; None computes one product for each parameter"""
+
+    def merge(self) -> None:
+        """Merge the products of one input, as long as their parameters are at their addresses."""
+        if self._is_native:
+            for index, layer in enumerate(self._layers):
+                if self._merged[index] is not None:
+                    continue
+                attention, mlp = layer.self_attn, layer.mlp
+                heads = Merged.of([attention.q_proj, attention.k_proj, attention.v_proj])
+                self._merged[index] = heads, Merged.of([mlp.gate_proj, mlp.up_proj])
+
+    def split(self) -> None:
+        """Compute one product for each parameter, because parameters move."""
+        self._merged = [None] * len(self._layers)
 
     def fill(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values of tokens to the cache. The last layer computes nothing else.
@@ -177,15 +246,22 @@ class LeanDecoder:
 
         The last `missing` rows belong to no sequence.
         """
-        attention, mlp = module.self_attn, module.mlp
+        attention, mlp, merged = module.self_attn, module.mlp, self._merged[module.self_attn.layer_idx]
         h = self._pointwise.add_norm(module.input_layernorm, x, added)
-        query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
-        value = _heads(attention.v_proj, attention, h)
-        query, key, value = (heads[: len(heads) - missing] for heads in (query, key, value))
+        if merged is not None:
+            query, key, value = self._pointwise.split_rotate(attention, linear(h, *merged[0]), positions)
+        else:
+            query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
+            value = _heads(attention.v_proj, attention, h)
+        if missing:
+            query, key, value = (heads[:-missing] for heads in (query, key, value))
         h = plan.attend(attention.layer_idx, query, key, value, Weighting(attention.scaling)).flatten(1)
         h = F.pad(h, (0, 0, 0, missing)) if missing else h
         h = self._pointwise.add_norm(module.post_attention_layernorm, x, attention.o_proj.forward(h))
-        h = self._pointwise.gate(mlp.act_fn, mlp.gate_proj.forward(h), mlp.up_proj.forward(h))
+        if merged is not None:
+            h = self._pointwise.split_gate(linear(h, *merged[1]))
+        else:
+            h = self._pointwise.gate(mlp.act_fn, mlp.gate_proj.forward(h), mlp.up_proj.forward(h))
         return mlp.down_proj.forward(h)
 
     def _rotated(self, attention: Any, which: str, h: Tensor, positions: Tensor) -> Tensor:
@@ -368,9 +444,13 @@ class ShardedModel:
                 place.allocate(self.dtype, self.device)
             elif tensor.device != self.device:
                 place.set(tensor.data.to(self.device))
+        if self._lean is not None:
+            self._lean.merge()
 
     def to(self, device: torch.device) -> None:
         """Move the parameters. Moving to the meta device frees their memory. Buffers are small and stay."""
+        if self._lean is not None:
+            self._lean.split()
         for place in self._places.values():
             place.set(place.get().data.to(device))
 

@@ -188,42 +188,81 @@ void add_rms_norm(int64_t rows, int64_t width, float eps, int64_t threads, float
     }
 }
 
-/* x [rows, heads, dim] in place: each head is divided by its rms and multiplied by `weight` [dim], unless that is null,
-   and rotated by the angles of its row's position: angles [positions][2][dim], cosines and sines, of which those of the
-   first half are negated. */
+/* One head: divided by its rms and multiplied by `weight` [dim], unless that is null, and rotated. `output` may be x. */
+static inline void rotate(const float *x, int64_t dim, float eps, const float *weight, const float *angles,
+                          float *output) {
+    const float *cos = angles, *sin = angles + dim;
+    float scale = weight ? inverse_rms(x, dim, eps) : 1;
+    for (int64_t d = 0; d < dim / 2; d++) {
+        float a = x[d], b = x[d + dim / 2];
+        if (weight)
+            a *= scale * weight[d], b *= scale * weight[d + dim / 2];
+        output[d] = a * cos[d] + b * sin[d];
+        output[d + dim / 2] = b * cos[d + dim / 2] + a * sin[d + dim / 2];
+    }
+}
+
+/* x [rows, heads, dim] in place: each head is normalised and rotated by the angles of its row's position: angles
+   [positions][2][dim], cosines and sines, of which those of the first half are negated. */
 void rms_norm_rotate(int64_t rows, int64_t heads, int64_t dim, float eps, int64_t threads, float *x,
                      const float *weight, const int64_t *positions, const float *angles) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < rows; i++) {
-        const float *cos = angles + positions[i] * 2 * dim, *sin = cos + dim;
-        for (int64_t h = 0; h < heads; h++) {
-            float *low = x + (i * heads + h) * dim, *high = low + dim / 2;
-            float scale = weight ? inverse_rms(low, dim, eps) : 1;
-            for (int64_t d = 0; d < dim / 2; d++) {
-                float a = low[d], b = high[d];
-                if (weight)
-                    a *= scale * weight[d], b *= scale * weight[d + dim / 2];
-                low[d] = a * cos[d] + b * sin[d];
-                high[d] = b * cos[d + dim / 2] + a * sin[d + dim / 2];
-            }
-        }
+    for (int64_t i = 0; i < rows * heads; i++) {
+        const float *own = angles + positions[i / heads] * 2 * dim;
+        rotate(x + i * dim, dim, eps, weight, own, x + i * dim);
     }
 }
+
+/* x [rows, heads + 2 kv_heads, dim]: queries, keys and values of a merged product. Queries and keys are normalised and
+   rotated; query [rows, heads, dim], key and value [rows, kv_heads, dim]. */
+void split_rotate(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, float eps, int64_t threads,
+                  const float *x, const float *query_weight, const float *key_weight, const int64_t *positions,
+                  const float *angles, float *query, float *key, float *value) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *own = angles + positions[i] * 2 * dim, *from = x + i * (heads + 2 * kv_heads) * dim;
+        for (int64_t h = 0; h < heads; h++, from += dim)
+            rotate(from, dim, eps, query_weight, own, query + (i * heads + h) * dim);
+        for (int64_t h = 0; h < kv_heads; h++, from += dim)
+            rotate(from, dim, eps, key_weight, own, key + (i * kv_heads + h) * dim);
+        memcpy(value + i * kv_heads * dim, from, sizeof(float) * kv_heads * dim);
+    }
+}
+
+static inline lanes silu(lanes x) {
+    lanes low;
+    bits is_negative = (bits)(x < (lanes){});
+    low = (lanes)(((bits)x & is_negative) | ((bits)(-x) & ~is_negative)); /* -|x|, or NaN */
+    lanes e = exponential(low);
+    lanes numerator = (lanes)(((bits)e & is_negative) | ((bits)((lanes){} + 1.0f) & ~is_negative));
+    return x * numerator / (1.0f + e);
+}
+
+/* output = silu(gate) * up, for `num` values each. `output` may be gate. */
+static void multiply_gate(int64_t num, const float *gate, const float *up, float *output) {
+    int64_t j = 0;
+    for (; j + LANES <= num; j += LANES) {
+        lanes x = silu(load(gate + j)) * load(up + j);
+        memcpy(output + j, &x, sizeof x);
+    }
+    for (; j < num; j++)
+        output[j] = gate[j] / (1 + __builtin_expf(-gate[j])) * up[j];
+}
+
+#define RUN (64 * LANES)
 
 /* gate = silu(gate) * up, for `num` values each. */
 void silu_multiply(int64_t num, int64_t threads, float *gate, const float *up) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < num / LANES; i++) {
-        lanes x = load(gate + i * LANES), low;
-        bits is_negative = (bits)(x < (lanes){});
-        low = (lanes)(((bits)x & is_negative) | ((bits)(-x) & ~is_negative)); /* -|x|, or NaN */
-        lanes e = exponential(low);
-        lanes numerator = (lanes)(((bits)e & is_negative) | ((bits)((lanes){} + 1.0f) & ~is_negative));
-        x = x * numerator / (1.0f + e) * load(up + i * LANES);
-        memcpy(gate + i * LANES, &x, sizeof x);
-    }
-    for (int64_t i = num / LANES * LANES; i < num; i++)
-        gate[i] = gate[i] / (1 + __builtin_expf(-gate[i])) * up[i];
+    for (int64_t i = 0; i < num; i += RUN)
+        multiply_gate(num - i < RUN ? num - i : RUN, gate + i, up + i, gate + i);
+}
+
+/* output [rows, width] = silu(gate) * up, for x [rows, 2 width], the gate and up of a merged product. */
+void split_silu_multiply(int64_t rows, int64_t width, int64_t threads, const float *x, float *output) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < rows; i++)
+        multiply_gate(width, x + 2 * i * width, x + (2 * i + 1) * width, output + i * width);
 }
 
 #define SEGMENT (8 * LANES)

@@ -43,6 +43,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "check_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 9],
     "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
+    "split_rotate": [_INT, _INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 8],
+    "split_silu_multiply": [_INT, _INT, _INT, _POINTER, _POINTER],
     "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
     "draw": [_INT, _INT, _INT, *[_POINTER] * 5],
 }
