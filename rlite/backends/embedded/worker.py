@@ -151,6 +151,8 @@ class EmbeddedWorker:
         self._plan = CacheSizes(options, weights.config, weights.dtype, weights.layers)
         self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
+        if device.type == "cpu" and weights.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+            logger.warning("this processor has no bfloat16 products (avx512_bf16): dtype=float32 generates faster")
         self._are_weights_here = self._is_routing = False
         self._cache: SlotCache | None = None
         self.load_weights()
@@ -312,7 +314,7 @@ class EmbeddedWorker:
             self._are_weights_here = True
         if what in ("all", "kv_cache") and self._cache is None:
             shape = self._plan.cache_shape(self._num_slots)
-            self._cache = SlotCache(shape, self._weights.dtype, self.device, self._plan.state)
+            self._cache = SlotCache(shape, self._weights.cache_dtype, self.device, self._plan.state)
             if self._is_routing and self._weights.routing is not None:
                 self._cache.record_routing(self._weights.routing.shape)
 
