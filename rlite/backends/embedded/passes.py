@@ -40,6 +40,7 @@ from rlite.backends.serving import native, sampler
 from rlite.backends.serving.sampler import RequestRules, Sampled, Sampling, SamplingBatch
 from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DivergedError
+from rlite.observability import stats_tracker
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.types import GenerationHyperparameters
 
@@ -329,7 +330,9 @@ class ForwardPasses:
         sampled = self._sample(logits, batch, sampler.uniforms(batch.whole.seeds, plan.positions + 1))
         columns = [column.tolist() for column in sampled[:3]]
         spans = kept_spans(columns[0], proposals)
-        self.speculator.observe(sum(map(len, proposals)), sum(s.stop - s.start - 1 for s in spans))
+        num_proposed, num_accepted = sum(map(len, proposals)), sum(s.stop - s.start - 1 for s in spans)
+        self.speculator.observe(num_proposed, num_accepted)
+        stats_tracker.count(**{"speculation/proposed": num_proposed, "speculation/accepted": num_accepted})
         kept_ids = sampler.kept_ids_of(sampled.kept, len(columns[0]))
         rows = [[column[span] for span in spans] for column in columns]
         return self._record(cache, version, rows, [kept_ids[span] for span in spans])

@@ -138,9 +138,15 @@ class Speculator:
     """
 
     def __init__(self, is_always: bool) -> None:
-        self._is_always, self._index = is_always, SuffixIndex()
-        self._share, self._num_idle = 0.5, 0
+        self._is_always = is_always
         self.num_proposed = self.num_accepted = self.num_checks = 0
+        self.restart([])
+
+    def restart(self, sequences: Sequence[RunningSequence]) -> None:
+        """Forget all texts but those of running sequences, so that decisions depend on what these weights served."""
+        self._index, self._share, self._num_idle = SuffixIndex(), 0.5, 0
+        for sequence in sequences:
+            self.add(sequence)
 
     def add(self, sequence: RunningSequence) -> None:
         """Let a sequence propose."""

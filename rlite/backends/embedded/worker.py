@@ -266,6 +266,8 @@ class EmbeddedWorker:
         """Serve newly written weights. Running requests continue from their tokens, and their cache is recomputed."""
         self.version = version
         self._scheduler.forget_cache()
+        if self.speculator is not None:
+            self.speculator.restart([*self._scheduler.running, *self._scheduler.waiting])
 
     def _routing_objection(self, request: SequenceRequest, cache: SlotCache) -> str | None:
         """Record chosen experts from now on if a request asks for them.
