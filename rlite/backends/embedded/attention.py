@@ -408,6 +408,36 @@ class KernelDecodePlan(StepsPlan):
         return self._kernel(query, keys, values, self.table, self._positions[self._step], weighting)
 
 
+class CheckPlan(PrefillPlan):
+    """Several tokens of some sequences, each of which sees its sequence up to itself: `decode.c`'s part of a prefill.
+
+    Args:
+        cache: the cache, whose keys are blocked.
+        chunks: the chunks, in the order of the row.
+    """
+
+    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
+        super().__init__(cache, chunks, is_flash=False, is_invariant=False)
+        lengths = torch.tensor([chunk.stop - chunk.start for chunk in chunks])
+        self._table = block_table([chunk.pages for chunk in chunks], cache.device).repeat_interleave(lengths, dim=0)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
+        """Compute the attention of all tokens by one call.
+
+        Args:
+            layer: index of the layer.
+            query: `[tokens, heads, key width]`.
+            key: `[tokens, kv_heads, key width]`.
+            value: `[tokens, kv_heads, value width]`.
+            weighting: terms by which the layer weights the values.
+
+        Returns:
+            The attention output.
+        """
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return decode_attention(query, key, value, self.positions, self._table, keys, values, weighting)
+
+
 class DecodePlan(StepsPlan):
     """Steps that PyTorch computes. The given sequence lengths include the first step's token.
 

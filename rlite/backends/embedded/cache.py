@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ class EmbeddedOptions(ExecutorOptions):
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True
     """on one GPU, capture decode steps as CUDA graphs and replay them; needs some memory beside weights and KV cache"""
+    speculation: Literal["auto"] | bool = "auto"
+    """let texts of the same prompt, and earlier turns, propose tokens, several of which one decode step on CPU checks.
+    Tokens and log-probabilities are those of single steps. "auto" does so while it saves time"""
     deterministic: bool = False
     """a request with a seed gets bit-identical results, independent of other requests, at a lower speed. For Llama,
     Qwen2, Qwen3 and Qwen3-MoE in float32 on CPU, log-probabilities also have the bits of a train engine with

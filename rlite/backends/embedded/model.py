@@ -1,6 +1,8 @@
 """An unmodified Hugging Face causal model whose parameters are this rank's shards, and their locations.
 
-`LeanDecoder` is a forward pass of Llama, Qwen2 and Qwen3 in float32 on CPU with little Python overhead.
+`LeanDecoder` is a forward pass of Llama, Qwen2 and Qwen3 on CPU with little Python overhead. With parameters in
+bfloat16, matrix products are computed in bfloat16, and everything else in float32: attention, norms, the residual
+stream, keys and values.
 
 The Python code of transformers' forward costs about 1 ms per step for four layers. With few sequences, the kernels take
 no longer. `LeanDecoder` computes the same function with the same modules. It looks up parameters at each call and calls
@@ -10,6 +12,7 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +30,7 @@ from rlite.backends.models.attention import Weighting
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
 from rlite.backends.models.experts import corrects, implementation_for, use_implementation
 from rlite.backends.models.layout import AttentionLayers, attention_layers, equal_layers
-from rlite.backends.models.linear import MIN_ROWS, speed_up_linear_layers
+from rlite.backends.models.linear import MIN_ROWS, linear, speed_up_linear_layers
 from rlite.backends.models.mixers import State, install_mixers, mixing
 from rlite.backends.models.replay import routing_shape
 from rlite.backends.models.stored import StoredCheckpoint, buffer_shards, own_shapes, stored_buffers
@@ -68,7 +71,7 @@ class Pointwise:
             output = torch.empty_like(x)
             added = None if added is None else added.contiguous()
             sizes = (*x.shape, norm.variance_epsilon, torch.get_num_threads())
-            call("add_rms_norm", *sizes, x, added, norm.weight, output)
+            call("add_rms_norm", *sizes, x, added, norm.weight.float(), output)
             return output
         if added is not None:
             x += added
@@ -86,7 +89,7 @@ class Pointwise:
             The rotated heads, `[tokens, heads, head_dim]`.
         """
         if self._is_native:
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+            weight, eps = (None, 0.0) if norm is None else (norm.weight.float(), norm.variance_epsilon)
             sizes = (*x.shape, eps, torch.get_num_threads())
             call("rms_norm_rotate", *sizes, x, weight, positions.contiguous(), self._angles)
             return x
@@ -94,6 +97,34 @@ class Pointwise:
             x = torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
         cos, sin = self._angles[positions][:, :, None].unbind(1)
         return (x * cos).add_(x.roll(x.shape[-1] // 2, -1) * sin)
+
+    def split_rotate(self, attention: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise and rotate the queries and keys of a merged product, by `decode.c`.
+
+        Args:
+            attention: the layer's attention.
+            x: queries, keys and values `[tokens, width]`.
+            positions: positions of the tokens, `[tokens]`.
+
+        Returns:
+            Queries, keys and values, `[tokens, (kv_)heads, head_dim]`.
+        """
+        rows, dim = len(x), attention.head_dim
+        num, num_kv = (len(p.weight) // dim for p in (attention.q_proj, attention.k_proj))
+        query, key, value = (x.new_empty(rows, heads, dim) for heads in (num, num_kv, num_kv))
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
+        weights = [None if norm is None else norm.weight.float() for norm in norms]
+        sizes = (rows, num, num_kv, dim, eps, torch.get_num_threads())
+        call("split_rotate", *sizes, x, *weights, positions.contiguous(), self._angles, query, key, value)
+        return query, key, value
+
+    def split_gate(self, x: Tensor) -> Tensor:
+        """Return `silu(gate) * up` `[tokens, width]` for a merged product `[tokens, 2 width]`, by `decode.c`."""
+        rows, width = x.shape
+        output = x.new_empty(rows, width // 2)
+        call("split_silu_multiply", rows, width // 2, torch.get_num_threads(), x, output)
+        return output
 
     def gate(self, activation: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return `silu(gate) * up`.
@@ -112,6 +143,29 @@ class Pointwise:
 ROWS = 8
 """Decode batches are filled up to a multiple of this. oneDNN compiles its kernels for each number of rows, and would
 compile them again in every batch of ragged answers, because its cache does not hold so many."""
+
+
+class Merged(NamedTuple):
+    """Parameters of linear layers of one input, whose blocks of rows are the parameters of the layers."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> Merged:
+        """Return the joint parameters of layers, all or none of which have a bias.
+
+        The parameters of the layers become views of them: what is written to one is written to the other.
+        """
+        bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
+        return cls(_joined([layer.weight for layer in layers]), bias)
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    whole = torch.cat([p.data for p in parameters])
+    for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data = part
+    return whole
 
 
 class LeanDecoder:
@@ -136,7 +190,25 @@ class LeanDecoder:
             # rotate_half negates the second half, here the sines of the first are negated
             angles = torch.stack([cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)], dim=1)
         self._is_invariant = is_invariant
-        self._pointwise = Pointwise(angles, is_native=not is_invariant and compiled() is not None)
+        self._is_native = not is_invariant and compiled() is not None
+        self._dtype: torch.dtype = self._head.weight.dtype
+        self._pointwise = Pointwise(angles, self._is_native)
+        self._merged: list[tuple[Merged, Merged] | None] = [None] * len(self._layers)
+        """products of queries, keys and values, and of gate and up; None computes one product for each parameter"""
+
+    def merge(self) -> None:
+        """Merge the products of one input, as long as their parameters are at their addresses."""
+        if self._is_native:
+            for index, layer in enumerate(self._layers):
+                if self._merged[index] is not None:
+                    continue
+                attention, mlp = layer.self_attn, layer.mlp
+                heads = Merged.of([attention.q_proj, attention.k_proj, attention.v_proj])
+                self._merged[index] = heads, Merged.of([mlp.gate_proj, mlp.up_proj])
+
+    def split(self) -> None:
+        """Compute one product for each parameter, because parameters move."""
+        self._merged = [None] * len(self._layers)
 
     def fill(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values of tokens to the cache. The last layer computes nothing else.
@@ -146,12 +218,12 @@ class LeanDecoder:
             positions: `[tokens]`.
             plan: the attention of this forward pass.
         """
-        x, h = self._embedding.forward(tokens), None
+        x, h = self._embedding.forward(tokens).float(), None
         *layers, last = self._layers
         for layer in layers:
             h = self._layer(layer, x, h, positions, plan)
         attention, h = last.self_attn, self._pointwise.add_norm(last.input_layernorm, x, h)
-        key, value = self._rotated(attention, "k", h, positions), _heads(attention.v_proj, attention, h)
+        key, value = self._rotated(attention, "k", h, positions), self._projected(attention, "v", h)
         plan.write(attention.layer_idx, key, value)
 
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
@@ -165,10 +237,10 @@ class LeanDecoder:
         rows = len(tokens)
         missing = 0 if self._is_invariant or rows < MIN_ROWS else -rows % ROWS
         tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-        x, h = self._embedding.forward(tokens), None
+        x, h = self._embedding.forward(tokens).float(), None
         for layer in self._layers:
             h = self._layer(layer, x, h, positions, plan, missing)
-        return self._head.forward(self._pointwise.add_norm(self._norm, x, h))[:rows]
+        return self._product(self._head.forward, self._pointwise.add_norm(self._norm, x, h))[:rows]
 
     def _layer(
         self, module: Any, x: Tensor, added: Tensor | None, positions: Tensor, plan: AttentionPlan, missing: int = 0
@@ -177,24 +249,39 @@ class LeanDecoder:
 
         The last `missing` rows belong to no sequence.
         """
-        attention, mlp = module.self_attn, module.mlp
+        attention, mlp, merged = module.self_attn, module.mlp, self._merged[module.self_attn.layer_idx]
         h = self._pointwise.add_norm(module.input_layernorm, x, added)
-        query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
-        value = _heads(attention.v_proj, attention, h)
-        query, key, value = (heads[: len(heads) - missing] for heads in (query, key, value))
+        if merged is not None:
+            heads = self._product(linear, h, *merged[0])
+            query, key, value = self._pointwise.split_rotate(attention, heads, positions)
+        else:
+            query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
+            value = self._projected(attention, "v", h)
+        if missing:
+            query, key, value = (heads[:-missing] for heads in (query, key, value))
         h = plan.attend(attention.layer_idx, query, key, value, Weighting(attention.scaling)).flatten(1)
         h = F.pad(h, (0, 0, 0, missing)) if missing else h
-        h = self._pointwise.add_norm(module.post_attention_layernorm, x, attention.o_proj.forward(h))
-        h = self._pointwise.gate(mlp.act_fn, mlp.gate_proj.forward(h), mlp.up_proj.forward(h))
-        return mlp.down_proj.forward(h)
+        h = self._pointwise.add_norm(module.post_attention_layernorm, x, self._product(attention.o_proj.forward, h))
+        if merged is not None:
+            h = self._pointwise.split_gate(self._product(linear, h, *merged[1]))
+        else:
+            gate, up = (self._product(layer.forward, h) for layer in (mlp.gate_proj, mlp.up_proj))
+            h = self._pointwise.gate(mlp.act_fn, gate, up)
+        return self._product(mlp.down_proj.forward, h)
 
     def _rotated(self, attention: Any, which: str, h: Tensor, positions: Tensor) -> Tensor:
-        heads = _heads(getattr(attention, f"{which}_proj"), attention, h)
+        heads = self._projected(attention, which, h)
         return self._pointwise.norm_rotate(getattr(attention, f"{which}_norm", None), heads, positions)
 
+    def _projected(self, attention: Any, which: str, h: Tensor) -> Tensor:
+        product = self._product(getattr(attention, f"{which}_proj").forward, h)
+        return product.view(h.shape[0], -1, attention.head_dim)
 
-def _heads(projection: Any, attention: Any, h: Tensor) -> Tensor:
-    return projection.forward(h).view(h.shape[0], -1, attention.head_dim)
+    def _product(self, forward: Callable[..., Tensor], h: Tensor, *parameters: Tensor | None) -> Tensor:
+        """Return the float32 product of activations and parameters of the model's dtype."""
+        if self._dtype == torch.float32:
+            return forward(h, *parameters)
+        return forward(h.to(self._dtype), *parameters).float()
 
 
 class _Place(NamedTuple):
@@ -266,6 +353,7 @@ class ShardedModel:
         self._places = self._find_places(plan)
         for place in self._places.values():
             place.allocate(self.dtype, "meta")
+        self._is_deterministic = options.deterministic
         self.is_invariant = options.deterministic and obstacle(self.model, device.type, self.dtype) is None
         """true if the bits of a token depend on its sequence alone, not on the forward pass that computes them"""
         if self.is_invariant:
@@ -293,9 +381,16 @@ class ShardedModel:
 
     def specialise(self, max_len: int) -> None:
         """Use the faster forward for sequences of at most `max_len` tokens, if this model has one."""
-        is_known = type(self.model) in FAMILY and is_plain(self.model)
-        if is_known and self.device.type == "cpu" and self.dtype == torch.float32:
+        if type(self.model) not in FAMILY or not is_plain(self.model) or self.device.type != "cpu":
+            return
+        is_half = self.dtype == torch.bfloat16 and not self._is_deterministic and compiled() is not None
+        if self.dtype == torch.float32 or is_half:
             self._lean = LeanDecoder(self.model, self.device, max_len, self.is_invariant)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of keys and values: float32 if the model computes its products alone in bfloat16."""
+        return self.dtype if self._lean is None else torch.float32
 
     def prefill(self, plan: PrefillPlan) -> None:
         """Fill the cache with the keys and values of the plan's tokens."""
@@ -368,9 +463,13 @@ class ShardedModel:
                 place.allocate(self.dtype, self.device)
             elif tensor.device != self.device:
                 place.set(tensor.data.to(self.device))
+        if self._lean is not None:
+            self._lean.merge()
 
     def to(self, device: torch.device) -> None:
         """Move the parameters. Moving to the meta device frees their memory. Buffers are small and stay."""
+        if self._lean is not None:
+            self._lean.split()
         for place in self._places.values():
             place.set(place.get().data.to(device))
 

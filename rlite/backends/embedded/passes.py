@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlite.backends.embedded.attention import (
+    CheckPlan,
     DecodePlan,
     KernelDecodePlan,
     NativeDecodePlan,
@@ -43,11 +44,13 @@ from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, PagedCac
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.pages import TRASH, num_pages
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.embedded.speculation import SHORT_BURST, Speculator, kept_spans
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving import native, sampler
-from rlite.backends.serving.sampler import RequestRules, Sampled, SamplingBatch
+from rlite.backends.serving.sampler import RequestRules, Sampled, Sampling, SamplingBatch
 from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DivergedError
+from rlite.observability import stats_tracker
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.runtime.parallel.upload import upload
 from rlite.types import GenerationHyperparameters
@@ -249,6 +252,16 @@ STOP_STRING_STEPS = 4
 CUDA_STEPS = 8
 """decode steps between two checks for stop tokens on CUDA, where a check waits for the device"""
 
+
+class _Batch(NamedTuple):
+    """Sampling parameters of the rows of one forward pass."""
+
+    rows: list[Sampling]
+    whole: SamplingBatch
+    alone: list[SamplingBatch]
+    """those of each row, if rows are sampled one by one"""
+
+
 Steps = Callable[[int, Tensor], Tensor]
 """the steps of a burst, called in order: (step, tokens `[rows]`) -> logits `[rows, vocabulary]`"""
 
@@ -265,8 +278,13 @@ class ForwardPasses:
     """the ranks of the replica; None is one rank"""
     graphs: DecodeGraphs | None
     """captured decode steps, if there are any"""
-    kernel: PagedKernel | None
+    kernel: PagedKernel | None = None
     """attention of decode steps on a GPU"""
+    speculator: Speculator | None = None
+    """proposes tokens; None: each step makes one token of each row"""
+
+    def __post_init__(self) -> None:
+        self._last = _Batch([], SamplingBatch.of([], self.rules.vocab_size, self.weights.device), [])
 
     def prefill(self, cache: PagedCache) -> None:
         """Admit sequences, and fill the cache for all running ones, except for the last token of each."""
@@ -304,37 +322,111 @@ class ForwardPasses:
             max_steps = min(max_steps, 1 if self.weights.has_state else STOP_STRING_STEPS)
         steps = self.scheduler.burst(max_steps)
         cache.apply(self.scheduler.take_copies())
+        if self.speculator is not None:
+            if proposals := self._propose(self.speculator, steps):
+                return 1, self._check(cache, proposals, version)
+            if self.speculator.is_worthwhile(len(self.scheduler.running)):
+                steps = min(steps, SHORT_BURST)
         sequences = list(self.scheduler.running)
-        gconfigs = [s.request.gconfig for s in sequences]
-        batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=device)
-        batch = batch_of([s.sampling for s in sequences])
-        alone = [batch_of([s.sampling]) for s in sequences] if self.options.deterministic else []
-        watched = batch.stop_ids if device.type == "cpu" or self.weights.has_state else None
-        if batch.stop_ids is not None and watched is None:
+        batch = self._batch([s.sampling for s in sequences])
+        stop_ids = batch.whole.stop_ids
+        watched = stop_ids if device.type == "cpu" or self.weights.has_state else None
+        if stop_ids is not None and watched is None:
             steps = min(steps, CUDA_STEPS)
         lengths = [len(s.tokens) for s in sequences]
         # of the tokens that go in, [steps, rows]; the one that comes out is one further
         positions = upload(lengths, device) + torch.arange(-1, steps - 1, device=device)[:, None]
-        random = sampler.uniforms(batch.seeds, positions + 1)
+        random = sampler.uniforms(batch.whole.seeds, positions + 1)
         logits_at = self._steps_of(cache, lengths, positions)
         tokens = upload([s.tokens[-1] for s in sequences], device)
         made: list[Sampled] = []
         for step in range(steps):
-            logits = logits_at(step, tokens)
-            draw = partial(sampler.sample_each, logits, alone) if alone else partial(sampler.sample, logits, batch)
-            sampled = draw(random[step])
-            if self.weights.is_invariant:
-                sampled = with_trained_logprobs(sampled, logits, gconfigs, self.weights.num_vocabulary_shards)
-            made.append(sampled)
-            tokens = sampled.tokens
-            if self.group is not None:
-                dist.broadcast(tokens, group_src=0, group=self.group)
+            made.append(self._sample(logits_at(step, tokens), batch, random[step]))
+            tokens = made[-1].tokens
             if watched is not None and torch.eq(tokens[:, None], watched).any():
                 break
         # [row][step] each: tokens and the two kinds of log-probabilities
         columns = zip(*(step[:3] for step in made), strict=True)
-        ids, logprobs, sampling_logprobs = (torch.stack(column, dim=1).tolist() for column in columns)
-        extras = self._extras(cache, sequences, made, lengths)
+        rows = [torch.stack(column, dim=1).tolist() for column in columns]
+        kept_ids = zip(*(sampler.kept_ids_of(step.kept, len(sequences)) for step in made), strict=True)
+        return len(made), self._record(cache, version, rows, list(kept_ids))
+
+    def _propose(self, speculator: Speculator, steps: int) -> list[list[int]]:
+        """Return the proposed tokens of each running sequence, which has pages for `steps` steps; [] if there are none."""
+        proposals = speculator.propose(self.scheduler.running)
+        if proposals and not self.scheduler.reserve(max(map(len, proposals)) + 1):
+            proposals = [tokens[: steps - 1] for tokens in proposals]
+        return proposals if any(proposals) else []
+
+    def _check(self, cache: PagedCache, proposals: list[list[int]], version: int) -> dict[int, str]:
+        """Run one decode step in which rows may accept proposed tokens.
+
+        Args:
+            cache: the KV cache.
+            proposals: proposed tokens of each row.
+            version: policy version, for messages.
+
+        Returns:
+            The reason for each request that cannot continue, by request number.
+
+        Raises:
+            DivergedError: the weights are not finite.
+        """
+        assert self.speculator is not None
+        pairs, weights = list(zip(self.scheduler.running, proposals, strict=True)), self.weights
+        chunks = [
+            Chunk(s.row, (n := len(s.tokens)) - 1, n + len(p), [s.tokens[-1], *p], pages=s.pages) for s, p in pairs
+        ]
+        batch = self._batch([s.sampling for s, p in pairs for _ in range(len(p) + 1)])
+        is_native = cache.is_blocked and not weights.is_invariant and native.compiled() is not None
+        plan = CheckPlan(cache, chunks) if is_native else PrefillPlan(cache, chunks, False, weights.is_invariant)
+        logits = weights.logits(plan.tokens, plan.positions, plan)
+        sampled = self._sample(logits, batch, sampler.uniforms(batch.whole.seeds, plan.positions + 1))
+        columns = [column.tolist() for column in sampled[:3]]
+        spans = kept_spans(columns[0], proposals)
+        num_proposed, num_accepted = sum(map(len, proposals)), sum(s.stop - s.start - 1 for s in spans)
+        self.speculator.observe(num_proposed, num_accepted)
+        stats_tracker.count(**{"speculation/proposed": num_proposed, "speculation/accepted": num_accepted})
+        kept_ids = sampler.kept_ids_of(sampled.kept, len(columns[0]))
+        rows = [[column[span] for span in spans] for column in columns]
+        return self._record(cache, version, rows, [kept_ids[span] for span in spans])
+
+    def _batch(self, rows: list[Sampling]) -> _Batch:
+        """Return the sampling parameters of rows, which are mostly those of the call before."""
+        if rows != self._last.rows:
+            batch_of = partial(SamplingBatch.of, vocab_size=self.rules.vocab_size, device=self.weights.device)
+            alone = [batch_of([row]) for row in rows] if self.options.deterministic else []
+            self._last = _Batch(rows, batch_of(rows), alone)
+        return self._last
+
+    def _sample(self, logits: Tensor, batch: _Batch, random: Tensor) -> Sampled:
+        """Return a token of each row of logits `[rows, vocabulary]`, the same on all ranks."""
+        sample_each, sample_all = sampler.sample_each, sampler.sample
+        sampled = sample_each(logits, batch.alone, random) if batch.alone else sample_all(logits, batch.whole, random)
+        if self.weights.is_invariant:
+            gconfigs = [row.gconfig for row in batch.rows]
+            sampled = with_trained_logprobs(sampled, logits, gconfigs, self.weights.num_vocabulary_shards)
+        if self.group is not None:
+            dist.broadcast(sampled.tokens, group_src=0, group=self.group)
+        return sampled
+
+    def _record(
+        self, cache: PagedCache, version: int, rows: Sequence[list[list[Any]]], kept_ids: list[Any]
+    ) -> dict[int, str]:
+        """Give the sequences their tokens.
+
+        Args:
+            cache: the KV cache.
+            version: policy version, for messages.
+            rows: `[row][step]` each: tokens, log-probabilities and sampling log-probabilities.
+            kept_ids: `[row][step]`.
+
+        Returns:
+            The reason for each request that cannot continue, by request number.
+        """
+        ids, logprobs, sampling_logprobs = rows
+        sequences = self.scheduler.running
+        extras = {"kept_ids": kept_ids, **self._routing_of(cache, [len(made) for made in ids])}
         # NaN among the logits is NaN here, and so is a choice of nothing
         are_finite = self.rules.agreed([math.isfinite(sum(values)) for values in sampling_logprobs])
         overflown = [s for s, is_finite in zip(sequences, are_finite, strict=True) if not is_finite]
@@ -342,23 +434,21 @@ class ForwardPasses:
         self.scheduler.record(ids, logprobs, sampling_logprobs, self._find_stop, extras)
         if failed:
             self.scheduler.abort(failed)
-        return len(made), failed
+        return failed
 
-    def _extras(
-        self, cache: PagedCache, sequences: Sequence[RunningSequence], made: Sequence[Sampled], lengths: Sequence[int]
-    ) -> dict[str, list[Any]]:
-        """Return the further columns `[row][step]` of a burst."""
-        kept_ids = zip(*(sampler.kept_ids_of(step.kept, len(sequences)) for step in made), strict=True)
-        columns: dict[str, list[Any]] = {"kept_ids": list(kept_ids)}
-        if any(sequence.has_routing for sequence in sequences):
-            given = zip(sequences, lengths, strict=True)
-            columns[ROUTED] = [
-                cache.routing_of(s.pages, 0 if length == s.prompt_len else length - 1, length, len(made))
-                if s.has_routing
-                else []
-                for s, length in given
-            ]
-        return columns
+    def _routing_of(self, cache: PagedCache, counts: list[int]) -> dict[str, list[Any]]:
+        """Return the column of chosen experts `[row][step]` for rows of so many steps, if a sequence asks for it."""
+        sequences = self.scheduler.running
+        if not any(sequence.has_routing for sequence in sequences):
+            return {}
+        given = zip(sequences, [len(s.tokens) for s in sequences], counts, strict=True)
+        column = [
+            cache.routing_of(s.pages, 0 if length == s.prompt_len else length - 1, length, count)
+            if s.has_routing
+            else []
+            for s, length, count in given
+        ]
+        return {ROUTED: column}
 
     def _find_stop(self, sequence: RunningSequence, start: int) -> int | None:
         return self.rules.length_at_stop(sequence.request, sequence.tokens, start, sequence.prompt_len)

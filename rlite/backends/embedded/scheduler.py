@@ -106,6 +106,10 @@ class RunningSequence:
     def has_prompt(self) -> bool:
         """True if the cache holds all tokens of the prompt but the last."""
         return self.num_cached >= self.prompt_len - 1
+    def room(self) -> int:
+        """Number of tokens before the sequence ends, or before the tokens that it may sample change."""
+        length = len(self.tokens)
+        return min((limit - length for limit in (self.min_tokens, self.max_tokens) if length < limit), default=1)
 
     @property
     def is_prefilled(self) -> bool:
@@ -302,21 +306,23 @@ class Scheduler:
         The running sequences have pages for these steps. If there are too few pages for a step, the youngest sequences
         wait again, and there may be copies. Stop tokens and stop strings may end a row earlier.
         """
-        limits = [(len(s.tokens), limit) for s in self.running for limit in (s.min_tokens, s.max_tokens)]
-        steps = min([max_steps, BURST, *(limit - length for length, limit in limits if length < limit)])
-        while (missing := self._missing_pages(steps)) and sum(missing) > self.pool.num_available:
+        steps = min([max_steps, BURST, *(sequence.room for sequence in self.running)])
+        while not self.reserve(steps):
             if steps > 1:
                 steps //= 2
             else:
                 self._preempt(max(self.running, key=lambda s: s.age))
+        return steps
+
+    def reserve(self, steps: int) -> bool:
+        """Give the running sequences the pages of so many steps; return False, and give none, if there are too few."""
+        missing = [max(0, num_pages(len(s.tokens) - 1 + steps) - len(s.pages)) for s in self.running]
+        if sum(missing) > self.pool.num_available:
+            return False
         if any(missing):
             for sequence, num in zip(self.running, missing, strict=True):
                 sequence.pages += self.pool.allocate(num)
-        return steps
-
-    def _missing_pages(self, steps: int) -> list[int]:
-        """Return the number of pages that each running sequence needs besides its own to decode so many steps."""
-        return [max(0, num_pages(len(s.tokens) - 1 + steps) - len(s.pages)) for s in self.running]
+        return True
 
     def _preempt(self, sequence: RunningSequence) -> None:
         self.num_preempted += 1

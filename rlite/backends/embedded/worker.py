@@ -32,6 +32,7 @@ from rlite.backends.embedded.kernel import decode_kernel
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.embedded.speculation import Speculator
 from rlite.backends.models import architecture
 from rlite.backends.models.mixers import check_not_split
 from rlite.backends.models.stored import StoredCheckpoint
@@ -148,9 +149,11 @@ class EmbeddedWorker:
         group = tp_group if tp_group is not None and tp_group.size() > 1 else None
         self._weights = weights = ShardedModel(path, options, device, group)
         config = weights.config.get_text_config()
-        self._plan = CacheSizes(options, weights.config, weights.dtype, weights.layers)
+        self._plan = CacheSizes(options, weights.config, weights.cache_dtype, weights.layers)
         self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
+        if device.type == "cpu" and weights.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+            logger.warning("this processor has no bfloat16 products (avx512_bf16): dtype=float32 generates faster")
         self._are_weights_here = self._is_routing = False
         self._cache: PagedCache | None = None
         self.load_weights()
@@ -177,9 +180,20 @@ class EmbeddedWorker:
         ends = frozenset(end_ids(path, weights.config))
         agree = partial(agreed, group, device)
         self._rules = RequestRules(path, self.vocab_size, self.max_model_len, ends, default, agree)
-        self._passes = ForwardPasses(weights, self._scheduler, self._rules, options, group, self._graphs, kernel)
+        self.speculator = self._make_speculator()
+        """counts proposed and accepted tokens; None: there are no proposals"""
+        self._passes = ForwardPasses(
+            weights, self._scheduler, self._rules, options, group, self._graphs, kernel, self.speculator
+        )
         if options.deterministic:
             check_rows(weights, self._serving_cache())
+
+    def _make_speculator(self) -> Speculator | None:
+        obstacle = speculation_obstacle(self._weights, self.options)
+        if obstacle is not None and self.options.speculation is True:
+            logger.warning("speculation=true has no effect: %s", obstacle)
+        is_off = obstacle is not None or self.options.speculation is False
+        return None if is_off else Speculator(is_always=self.options.speculation is True)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +228,9 @@ class EmbeddedWorker:
             if (error := self._rules.objection(request) or self._routing_objection(request, cache)) is not None:
                 self._fail(request.request_id, error)
             else:
-                self._scheduler.add(self._sequence(request))
+                self._scheduler.add(sequence := self._sequence(request))
+                if self.speculator is not None:
+                    self.speculator.add(sequence)
         if aborted:
             self._scheduler.abort(set(aborted))
         steps = 0
@@ -256,6 +272,8 @@ class EmbeddedWorker:
         """Serve newly written weights. Running requests continue from their tokens, and their cache is recomputed."""
         self.version = version
         self._scheduler.forget_cache()
+        if self.speculator is not None:
+            self.speculator.restart([*self._scheduler.running, *self._scheduler.waiting])
 
     def _routing_objection(self, request: SequenceRequest, cache: PagedCache) -> str | None:
         """Record chosen experts from now on if a request asks for them.
@@ -311,7 +329,7 @@ class EmbeddedWorker:
             self._weights.allocate()
             self._are_weights_here = True
         if what in ("all", "kv_cache") and self._cache is None:
-            self._cache = PagedCache(self._shape, self._weights.dtype, self.device, self._plan.state)
+            self._cache = PagedCache(self._shape, self._weights.cache_dtype, self.device, self._plan.state)
             if self._is_routing and self._weights.routing is not None:
                 self._cache.record_routing(self._weights.routing.shape)
 
@@ -343,6 +361,17 @@ class EmbeddedWorker:
             self._graphs.clear()
         self._scheduler.forget_cache()
         give_back_cached_memory()
+
+
+def speculation_obstacle(weights: ShardedModel, options: EmbeddedOptions) -> str | None:
+    """Return why proposed tokens cannot be checked by one forward pass; None if they can."""
+    if weights.device.type != "cpu":
+        return f"on {weights.device.type} it has not been measured"
+    if weights.has_state:
+        return "a recurrent state cannot go back behind a token that is not accepted"
+    if options.deterministic and not weights.is_invariant:
+        return "deterministic=true computes this model in fixed shapes, one token of each sequence"
+    return None
 
 
 def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bool]) -> list[bool]:

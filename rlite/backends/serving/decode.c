@@ -118,27 +118,27 @@ static void attend(const struct shape *s, const float *query, const float *keys,
             output[h * width + d] /= total[h];
 }
 
-/* query [rows, heads, key width]; key, value [rows, kv_heads, width] of the new tokens, which are written to the cache
-   at `positions` [rows] first; table [rows, table width]; keys and values are one layer of the cache; sinks [heads] or
-   null; output [rows, heads, value width]. */
+/* query [rows, heads, key width]; key, value [rows, kv_heads, width] of the new tokens, which are all written to the
+   cache at `positions` [rows] before any is read; table [rows, table width]; keys and values are one layer of the cache;
+   sinks [heads] or null; output [rows, heads, value width]. */
 void decode_attention(const struct shape *s, const float *query, const float *key, const float *value,
                       const int64_t *positions, const int64_t *table, float *keys, float *values, const float *sinks,
                       float *output) {
     int64_t dim = s->key_width, width = s->value_width, num = s->num_heads / s->num_kv_heads;
     memset(output, 0, sizeof(float) * s->num_rows * s->num_heads * width);
+    for (int64_t i = 0; i < s->num_rows * s->num_kv_heads; i++) {
+        int64_t row = i / s->num_kv_heads, position = positions[row], offset = position % BLOCK;
+        int64_t page = table[row * s->table_width + position / BLOCK];
+        int64_t at = (page * s->num_kv_heads + i % s->num_kv_heads) * BLOCK;
+        for (int64_t d = 0; d < dim; d++)
+            keys[at * dim + d * BLOCK + offset] = key[i * dim + d];
+        memcpy(values + (at + offset) * width, value + i * width, sizeof(float) * width);
+    }
 #pragma omp parallel for num_threads(s->num_threads) schedule(dynamic, 4) if (s->num_threads > 1)
     for (int64_t i = 0; i < s->num_rows * s->num_kv_heads; i++) {
-        int64_t row = i / s->num_kv_heads, head = i % s->num_kv_heads, position = positions[row];
-        const int64_t *pages = table + row * s->table_width;
-        float *head_keys = keys + head * BLOCK * dim, *head_values = values + head * BLOCK * width;
-        int64_t page = pages[position / BLOCK] * s->num_kv_heads * BLOCK, offset = position % BLOCK;
-        float *own = head_keys + page * dim + offset;
-        for (int64_t d = 0; d < dim; d++)
-            own[d * BLOCK] = key[i * dim + d];
-        memcpy(head_values + (page + offset) * width, value + i * width, sizeof(float) * width);
-        int64_t at = row * s->num_heads + head * num;
-        attend(s, query + at * dim, head_keys, head_values, pages, position + 1, sinks ? sinks + head * num : 0,
-               output + at * width);
+        int64_t row = i / s->num_kv_heads, head = i % s->num_kv_heads, at = row * s->num_heads + head * num;
+        attend(s, query + at * dim, keys + head * BLOCK * dim, values + head * BLOCK * width,
+               table + row * s->table_width, positions[row] + 1, sinks ? sinks + head * num : 0, output + at * width);
     }
 }
 
@@ -170,42 +170,81 @@ void add_rms_norm(int64_t rows, int64_t width, float eps, int64_t threads, float
     }
 }
 
-/* x [rows, heads, dim] in place: each head is divided by its rms and multiplied by `weight` [dim], unless that is null,
-   and rotated by the angles of its row's position: angles [positions][2][dim], cosines and sines, of which those of the
-   first half are negated. */
+/* One head: divided by its rms and multiplied by `weight` [dim], unless that is null, and rotated. `output` may be x. */
+static inline void rotate(const float *x, int64_t dim, float eps, const float *weight, const float *angles,
+                          float *output) {
+    const float *cos = angles, *sin = angles + dim;
+    float scale = weight ? inverse_rms(x, dim, eps) : 1;
+    for (int64_t d = 0; d < dim / 2; d++) {
+        float a = x[d], b = x[d + dim / 2];
+        if (weight)
+            a *= scale * weight[d], b *= scale * weight[d + dim / 2];
+        output[d] = a * cos[d] + b * sin[d];
+        output[d + dim / 2] = b * cos[d + dim / 2] + a * sin[d + dim / 2];
+    }
+}
+
+/* x [rows, heads, dim] in place: each head is normalised and rotated by the angles of its row's position: angles
+   [positions][2][dim], cosines and sines, of which those of the first half are negated. */
 void rms_norm_rotate(int64_t rows, int64_t heads, int64_t dim, float eps, int64_t threads, float *x,
                      const float *weight, const int64_t *positions, const float *angles) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < rows; i++) {
-        const float *cos = angles + positions[i] * 2 * dim, *sin = cos + dim;
-        for (int64_t h = 0; h < heads; h++) {
-            float *low = x + (i * heads + h) * dim, *high = low + dim / 2;
-            float scale = weight ? inverse_rms(low, dim, eps) : 1;
-            for (int64_t d = 0; d < dim / 2; d++) {
-                float a = low[d], b = high[d];
-                if (weight)
-                    a *= scale * weight[d], b *= scale * weight[d + dim / 2];
-                low[d] = a * cos[d] + b * sin[d];
-                high[d] = b * cos[d + dim / 2] + a * sin[d + dim / 2];
-            }
-        }
+    for (int64_t i = 0; i < rows * heads; i++) {
+        const float *own = angles + positions[i / heads] * 2 * dim;
+        rotate(x + i * dim, dim, eps, weight, own, x + i * dim);
     }
 }
+
+/* x [rows, heads + 2 kv_heads, dim]: queries, keys and values of a merged product. Queries and keys are normalised and
+   rotated; query [rows, heads, dim], key and value [rows, kv_heads, dim]. */
+void split_rotate(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, float eps, int64_t threads,
+                  const float *x, const float *query_weight, const float *key_weight, const int64_t *positions,
+                  const float *angles, float *query, float *key, float *value) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *own = angles + positions[i] * 2 * dim, *from = x + i * (heads + 2 * kv_heads) * dim;
+        for (int64_t h = 0; h < heads; h++, from += dim)
+            rotate(from, dim, eps, query_weight, own, query + (i * heads + h) * dim);
+        for (int64_t h = 0; h < kv_heads; h++, from += dim)
+            rotate(from, dim, eps, key_weight, own, key + (i * kv_heads + h) * dim);
+        memcpy(value + i * kv_heads * dim, from, sizeof(float) * kv_heads * dim);
+    }
+}
+
+static inline lanes silu(lanes x) {
+    lanes low;
+    bits is_negative = (bits)(x < (lanes){});
+    low = (lanes)(((bits)x & is_negative) | ((bits)(-x) & ~is_negative)); /* -|x|, or NaN */
+    lanes e = exponential(low);
+    lanes numerator = (lanes)(((bits)e & is_negative) | ((bits)((lanes){} + 1.0f) & ~is_negative));
+    return x * numerator / (1.0f + e);
+}
+
+/* output = silu(gate) * up, for `num` values each. `output` may be gate. */
+static void multiply_gate(int64_t num, const float *gate, const float *up, float *output) {
+    int64_t j = 0;
+    for (; j + LANES <= num; j += LANES) {
+        lanes x = silu(load(gate + j)) * load(up + j);
+        memcpy(output + j, &x, sizeof x);
+    }
+    for (; j < num; j++)
+        output[j] = gate[j] / (1 + __builtin_expf(-gate[j])) * up[j];
+}
+
+#define RUN (64 * LANES)
 
 /* gate = silu(gate) * up, for `num` values each. */
 void silu_multiply(int64_t num, int64_t threads, float *gate, const float *up) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < num / LANES; i++) {
-        lanes x = load(gate + i * LANES), low;
-        bits is_negative = (bits)(x < (lanes){});
-        low = (lanes)(((bits)x & is_negative) | ((bits)(-x) & ~is_negative)); /* -|x|, or NaN */
-        lanes e = exponential(low);
-        lanes numerator = (lanes)(((bits)e & is_negative) | ((bits)((lanes){} + 1.0f) & ~is_negative));
-        x = x * numerator / (1.0f + e) * load(up + i * LANES);
-        memcpy(gate + i * LANES, &x, sizeof x);
-    }
-    for (int64_t i = num / LANES * LANES; i < num; i++)
-        gate[i] = gate[i] / (1 + __builtin_expf(-gate[i])) * up[i];
+    for (int64_t i = 0; i < num; i += RUN)
+        multiply_gate(num - i < RUN ? num - i : RUN, gate + i, up + i, gate + i);
+}
+
+/* output [rows, width] = silu(gate) * up, for x [rows, 2 width], the gate and up of a merged product. */
+void split_silu_multiply(int64_t rows, int64_t width, int64_t threads, const float *x, float *output) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < rows; i++)
+        multiply_gate(width, x + 2 * i * width, x + (2 * i + 1) * width, output + i * width);
 }
 
 #define SEGMENT (8 * LANES)

@@ -42,6 +42,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "decode_attention": [ctypes.POINTER(_Shape), *[_POINTER] * 9],
     "add_rms_norm": [_INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
     "rms_norm_rotate": [_INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 4],
+    "split_rotate": [_INT, _INT, _INT, _INT, _FLOAT, _INT, *[_POINTER] * 8],
+    "split_silu_multiply": [_INT, _INT, _INT, _POINTER, _POINTER],
     "silu_multiply": [_INT, _INT, _POINTER, _POINTER],
     "draw": [_INT, _INT, _INT, *[_POINTER] * 5],
 }
@@ -58,7 +60,9 @@ def decode_attention(
     values: Tensor,
     weighting: Weighting,
 ) -> Tensor:
-    """Write one token of each row to one layer of the paged cache, and return its attention.
+    """Write tokens to one layer of the paged cache, and return their attention.
+
+    Rows of one sequence see each other up to their own position.
 
     Args:
         query: `[rows, heads, key width]`.

@@ -191,7 +191,7 @@ class SamplingBatch:
         """
         greedy = [row.gconfig.greedy for row in rows]
         inverse = [1.0 if row.gconfig.greedy else 1.0 / row.gconfig.temperature for row in rows]
-        width = max(len(row.stop_ids) for row in rows)
+        width = max((len(row.stop_ids) for row in rows), default=0)
         table = [[*row.stop_ids, *[-1] * (width - len(row.stop_ids))] for row in rows]
         return cls(
             inverse_temperature=_column(inverse, device) if any(i != 1.0 for i in inverse) else None,
