@@ -66,20 +66,20 @@ def block_gradient(
     """
     num_rows, num_columns = logits.shape
     out = torch.empty_like(logits) if out is None else out
-    has_entropy = grad_entropies is not None
-    rows = [x.contiguous() for x in (log_sums, entropies, grad_logprobs, grad_entropies if has_entropy else log_sums)]
+    used = log_sums if grad_entropies is None else grad_entropies
+    rows = [x.contiguous() for x in (log_sums, entropies, grad_logprobs, used)]
     if logits.numel():
         gradient_kernel[(num_rows, triton.cdiv(num_columns, GRADIENT_COLUMNS))](
             *(logits, out, labels, *rows, num_columns, 1 / temperature),
             COLUMNS=GRADIENT_COLUMNS,
-            HAS_ENTROPY=has_entropy,
+            HAS_ENTROPY=grad_entropies is not None,
             num_warps=GRADIENT_WARPS,
         )
     return out
 
 
 @triton.jit
-def statistics_kernel(
+def statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, labels_ptr, out_ptr, num_rows, num_columns, inverse_temperature, COLUMNS: tl.constexpr
 ):
     """Write m, s, t and x_l of one row: out [4, rows]."""
@@ -110,7 +110,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def gradient_kernel(
+def gradient_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     out_ptr,
     labels_ptr,
