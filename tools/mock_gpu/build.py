@@ -51,19 +51,10 @@ def build(folder: Path) -> None:
 
 
 def _compile(arguments: list[str], out: Path) -> None:
-    command = [
-        os.environ.get("CC", "cc"),
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        *arguments,
-        "-o",
-        str(out),
-        "-lpthread",
-        "-ldl",
-    ]
-    subprocess.run(command, check=True)
+    part = out.with_name(f"{out.name}.part")  # another rehearsal may run the old library
+    options = ["-O1", "-w", "-shared", "-fPIC", *arguments, "-o", str(part), "-lpthread", "-ldl"]
+    subprocess.run([os.environ.get("CC", "cc"), *options], check=True)
+    part.replace(out)
 
 
 def generated(libraries: Path) -> Iterator[str]:

@@ -5,6 +5,7 @@ Import it before anything else that uses CUDA. Values on the device are those th
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 import traceback
@@ -79,6 +80,7 @@ def _watcher(into: Counter[str]) -> Any:
 
 _watchers = _watcher(_places), _watcher(_violations)
 LIBRARY.mock_watch(*_watchers)
+atexit.register(LIBRARY.mock_watch, None, None)  # Python's code must not run after Python
 
 
 def total(name: str) -> int:
@@ -114,6 +116,11 @@ def _replace(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
     setattr(owner, name, made(getattr(owner, name)))
 
 
+def _over_ranks(runner: Any, values: list[float]) -> list[float]:
+    """Return sums over ranks, each of which has what this rank has."""
+    return [value * runner._mesh.dims.num_data_ranks for value in values]
+
+
 class _Everything(set[str]):
     def __contains__(self, item: object) -> bool:
         return True
@@ -127,7 +134,7 @@ def stand_in_for_values() -> None:
     from rlite.backends.fsdp2.batch_runner import BatchRunner
 
     _replace(torch.Tensor, "all", lambda own: lambda self, *a, **k: write(own(self, *a, **k), 1))
-    _replace(BatchRunner, "_sum", lambda own: lambda self, values: (own(self, values), values)[1])
+    _replace(BatchRunner, "_sum", lambda own: lambda self, values: (own(self, values), _over_ranks(self, values))[1])
     reduce._checked = _Everything()  # else each result would be checked: no token counts on the device
     _replace(TokenizersBackend, "_decode", lambda own: lambda self, *a, **k: "")
     torch.backends.cuda.enable_cudnn_sdp(False)  # the real cuDNN, which finds no device

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,8 +117,12 @@ class Roofline(TorchDispatchMode):
 
 
 @contextmanager
-def own_kernels(roofline: Roofline) -> Iterator[None]:
+def own_kernels(roofline: Roofline, known: Mapping[str, float] = MappingProxyType({})) -> Iterator[None]:
     """Add the Triton kernels of the block, which torch does not dispatch: each reads and writes its tensors once.
+
+    Args:
+        roofline: where they are added.
+        known: bytes of kernels that read a part of their tensors, by name.
 
     Yields:
         None.
@@ -130,7 +135,8 @@ def own_kernels(roofline: Roofline) -> Iterator[None]:
     run = JITFunction.run
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        roofline.add("elementwise", self.fn.__name__, 0, _bytes(args))
+        name = self.fn.__name__
+        roofline.add("elementwise", name, 0, known.get(name) or _bytes((args, kwargs)))
         return run(self, *args, **kwargs)
 
     JITFunction.run = counted

@@ -352,7 +352,7 @@ class ForwardPasses:
         return len(made), self._record(cache, version, rows, list(kept_ids))
 
     def _propose(self, speculator: Speculator, steps: int) -> list[list[int]]:
-        """Return the proposed tokens of each running sequence, which has pages for `steps` steps; [] if there are none."""
+        """Return the proposed tokens of each running sequence, which has pages for `steps` steps; [] without any."""
         proposals = speculator.propose(self.scheduler.running)
         if proposals and not self.scheduler.reserve(max(map(len, proposals)) + 1):
             proposals = [tokens[: steps - 1] for tokens in proposals]

@@ -106,6 +106,8 @@ class RunningSequence:
     def has_prompt(self) -> bool:
         """True if the cache holds all tokens of the prompt but the last."""
         return self.num_cached >= self.prompt_len - 1
+
+    @property
     def room(self) -> int:
         """Number of tokens before the sequence ends, or before the tokens that it may sample change."""
         length = len(self.tokens)
@@ -315,7 +317,11 @@ class Scheduler:
         return steps
 
     def reserve(self, steps: int) -> bool:
-        """Give the running sequences the pages of so many steps; return False, and give none, if there are too few."""
+        """Give the running sequences the pages of so many steps, or none if there are too few.
+
+        Returns:
+            True if they have the pages.
+        """
         missing = [max(0, num_pages(len(s.tokens) - 1 + steps) - len(s.pages)) for s in self.running]
         if sum(missing) > self.pool.num_available:
             return False

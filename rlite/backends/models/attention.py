@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.context_parallel import ContextShare
@@ -413,5 +413,5 @@ def keep_out_of_compiled_code() -> None:
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 
 
+# without a mask function: transformers would look for the ends of sequences in the positions, and wait for the device
 AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, no_mask)

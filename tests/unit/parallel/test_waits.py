@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+from transformers.masking_utils import create_causal_mask
 
 from rlite.algorithms.logprobs import next_token, no_statistics, previous_token
 from rlite.backends.embedded.attention import DecodePlan
 from rlite.backends.embedded.cache import CacheShape, SlotCache
 from rlite.backends.fsdp2.worker import read_weights
-from rlite.backends.models.attention import Weighting
+from rlite.backends.models.attention import PACKED, Weighting
 from rlite.backends.models.head_logprobs import logprobs_of
 from rlite.backends.models.layout import AttentionLayer
 from rlite.data.packs import lazy_pack
@@ -97,6 +99,13 @@ def test_positions_are_computed_of_a_pack_on_the_host() -> None:
     assert pack.on_host()["cu_seqlens"].tolist() == [0, 3, 5]
 
 
+def test_transformers_computes_nothing_for_the_mask_of_a_pack() -> None:
+    config, positions = AutoConfig.for_model("qwen3"), torch.tensor([[0, 1, 2, 0, 1]])
+    config._attn_implementation = PACKED
+    given = {"inputs_embeds": torch.zeros(1, 5, 4), "attention_mask": None, "past_key_values": None}
+    assert not operations(lambda: create_causal_mask(config=config, position_ids=positions, **given))
+
+
 class OneLayer(BaseTrainModule):
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -108,7 +117,7 @@ class OneLayer(BaseTrainModule):
 
 def test_weights_are_read_on_the_host_in_a_context_of_another_device(tmp_path: Path) -> None:
     save_file({"layer.weight": (stored := torch.randn(6, 4))}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     module = OneLayer(tmp_path)
     with torch.device("meta"):
         read_weights(module)

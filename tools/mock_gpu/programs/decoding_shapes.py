@@ -20,6 +20,8 @@ ROWS, CONTEXT = 256, 1536
 """sequences, and tokens of each"""
 KV_BYTES = 28 * 2 * 8 * 128 * 2
 """keys and values of one token: layers, both, heads, width, bfloat16"""
+PARTLY_READ = {"partial_attention": ROWS * CONTEXT * KV_BYTES / 28}
+"""bytes of kernels that read the pages of the sequences, and not the whole cache"""
 
 
 def captured_steps() -> list[Roofline]:
@@ -30,7 +32,7 @@ def captured_steps() -> list[Roofline]:
     def begin(self: Any) -> None:
         enter(self)
         found.append(Roofline())
-        self.accounting = own_kernels(found[-1]), found[-1]
+        self.accounting = own_kernels(found[-1], PARTLY_READ), found[-1]
         for each in self.accounting:
             each.__enter__()
 

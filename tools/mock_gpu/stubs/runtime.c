@@ -49,6 +49,7 @@ EXPORT void mock_watch(void (*wait)(const char *), void (*violation)(const char 
 static cudaStream_t captured;
 static pthread_t capturing_thread;
 static enum cudaStreamCaptureMode capture_mode;
+static __thread enum cudaStreamCaptureMode interaction = cudaStreamCaptureModeGlobal; // relaxed: the thread knows better
 static long before_capture;
 
 static long num_kernels(void) { return counts[launches] + counts[gemms]; }
@@ -56,13 +57,12 @@ static long num_kernels(void) { return counts[launches] + counts[gemms]; }
 void mock_forbidden_in_capture(const char *call) {
   if (!captured || (capture_mode != cudaStreamCaptureModeGlobal && !pthread_equal(capturing_thread, pthread_self())))
     return;
-  if (capture_mode == cudaStreamCaptureModeRelaxed) return;
+  if (capture_mode == cudaStreamCaptureModeRelaxed || interaction == cudaStreamCaptureModeRelaxed) return;
   mock_add(capture_violations, 1);
   if (on_violation) on_violation(call);
 }
 
 static cudaError_t waited(const char *call) {
-  mock_forbidden_in_capture(call);
   mock_add(waits, 1);
   if (on_wait) on_wait(call);
   return OK;
@@ -102,9 +102,8 @@ EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStream
 }
 
 EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
-  static __thread enum cudaStreamCaptureMode own = cudaStreamCaptureModeGlobal;
-  enum cudaStreamCaptureMode before = own;
-  own = *mode;
+  enum cudaStreamCaptureMode before = interaction;
+  interaction = *mode;
   *mode = before;
   return OK;
 }
@@ -388,9 +387,18 @@ EXPORT cudaError_t cudaMemset(void *to, int value, size_t size) { return cudaMem
 
 // -- streams and events ----------------------------------------------------------------------------------------------
 
-EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return waited(__func__); }
-EXPORT cudaError_t cudaDeviceSynchronize(void) { return waited(__func__); }
-EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return waited(__func__); }
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) { // of another stream it is allowed during a capture
+  if (stream == captured) mock_forbidden_in_capture(__func__);
+  return waited(__func__);
+}
+EXPORT cudaError_t cudaDeviceSynchronize(void) {
+  mock_forbidden_in_capture(__func__);
+  return waited(__func__);
+}
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  mock_forbidden_in_capture(__func__);
+  return waited(__func__);
+}
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) { return OK; }
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   mock_forbidden_in_capture(__func__);
