@@ -4,8 +4,8 @@
 
 Two tasks, each with the quickstart's model (Qwen3, 128 wide, 2 layers) after imitation of correct answers:
 `quickstart` spells words backwards, `repeat` says a word six times. Samples are drawn at temperature 1, eight of each
-prompt, with one prompt or four at a time. `alone` draws one sample at a time. Each side serves the same requests with the same
-seeds, the sides alternate, and tokens are compared. Ratios are medians over the rounds.
+prompt, with one prompt or four at a time. `alone` draws one sample at a time. Each side serves the same requests with
+the same seeds, the sides alternate, and tokens are compared. Ratios are medians over the rounds.
 """
 
 from __future__ import annotations
