@@ -293,6 +293,8 @@ class ServingOptions(EngineOptions):
 
     deterministic: bool = False
     """the same tokens bit by bit, independent of other requests; executor torch alone, slower"""
+    speculation: Literal["auto"] | bool = "auto"
+    """check several tokens at once that earlier texts propose; executor torch on CPU alone"""
 
     def build_options(self, num_devices: int) -> dict[str, Any]:
         """Return keyword arguments of an inference engine's `build` that fills so many devices.
@@ -305,7 +307,9 @@ class ServingOptions(EngineOptions):
             "tensor_parallel_size": self.tp_size,
             "data_parallel_size": num_devices // self.tp_size,
             **{name: getattr(self, name) for name in ("gpu_memory_utilization", "max_num_seqs", "dtype")},
-            **({"deterministic": True} if self.deterministic else {}),  # other executors do not know it
+            # other executors do not know these
+            **({"deterministic": True} if self.deterministic else {}),
+            **({} if self.speculation == "auto" else {"speculation": self.speculation}),
         }
 
 

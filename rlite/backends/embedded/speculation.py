@@ -39,6 +39,8 @@ PROBE = 64
 """bursts without speculation after which it is tried again"""
 SHORT_BURST = 4
 """decode steps between two searches for a proposal"""
+FIRST_SHARE = 0.75
+"""assumed share of accepted tokens before the first check"""
 MEMORY = 0.9
 """weight of the share of accepted tokens before a check"""
 
@@ -144,7 +146,7 @@ class Speculator:
 
     def restart(self, sequences: Sequence[RunningSequence]) -> None:
         """Forget all texts but those of running sequences, so that decisions depend on what these weights served."""
-        self._index, self._share, self._num_idle = SuffixIndex(), 0.5, 0
+        self._index, self._share, self._num_idle = SuffixIndex(), FIRST_SHARE, 0
         for sequence in sequences:
             self.add(sequence)
 
