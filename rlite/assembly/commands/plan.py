@@ -195,11 +195,8 @@ def _savings(options: PlanConfig, module: Any, dims: ParallelDims) -> dict[str, 
     """Return which options would save memory in training, and why; nothing if a device's memory is not known."""
     if options.device_memory_gib is None:
         return {}
-    engine = Fsdp2Options(
-        max_tokens_per_microbatch=options.max_length_per_device,
-        param_dtype=options.param_dtype,
-        **dict.fromkeys(NAMES, "auto"),
-    )
+    given = {"max_tokens_per_microbatch": options.max_length_per_device, "param_dtype": options.param_dtype}
+    engine = Fsdp2Options.model_validate(given | dict.fromkeys(NAMES, "auto"))
     footprint = footprint_of(module, engine, dims, getattr(torch, options.compute_dtype), "cuda")
     return {"memory": choose(engine, footprint, int(options.device_memory_gib * 2**30), dims.num_shards, "cuda").text()}
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rlite.backends.embedded.cache import GatherIndex, PagedCache, Targets, rows_of_pages
+from rlite.backends.embedded.cache import GatherIndex, PagedCache, Targets, block_table, rows_of_pages
 from rlite.backends.embedded.pages import num_pages
 from rlite.backends.embedded.scheduler import Chunk
 from rlite.backends.models.attention import (

@@ -80,7 +80,7 @@ class CompiledLayers:
             return
         keep_out_of_compiled_code()
         for unit in units:
-            unit.__class__, state = compiled_class(type(unit))
+            unit.__class__, state = compiled_class(type(unit))  # type: ignore[arg-type]
             self._states.append(state)
 
     @property

@@ -209,7 +209,7 @@ def logprobs_of(
         rows, wanted = hidden.flatten(0, -2), labels
         if index is not None:
             rows, wanted = rows.index_select(0, index), labels.index_select(0, index)
-        options = {"replay": kept_ids, "is_deterministic": is_deterministic, "kernels": kernels}
+        options: dict[str, Any] = {"replay": kept_ids, "is_deterministic": is_deterministic, "kernels": kernels}
         found = linear_logprobs(rows, labels=wanted, temperature=temperature, **options, **_local_part(head))
         gate = EntropyGate()
         values = torch.stack(

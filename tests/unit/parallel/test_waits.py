@@ -1,5 +1,7 @@
-"""What makes a host wait for its GPU, found on the CPU by the operations that do: masks as indices, assigned numbers, copies
-of host values, and one operation for each parameter."""
+"""What makes a host wait for its GPU, found on the CPU by the operations that do.
+
+They are masks as indices, assigned numbers, copies of host values, and one operation for each parameter.
+"""
 
 from __future__ import annotations
 
