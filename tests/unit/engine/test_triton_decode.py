@@ -72,14 +72,17 @@ def test_the_kernel_computes_attention_in_float64_up_to_rounding() -> None:
     pytest.importorskip("triton", reason="the interpreter needs the package triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     errors, objections = json.loads(done.stdout.splitlines()[-1])
     for case, error in zip(CASES, errors, strict=True):
         assert error < TOLERANCE[case[1]], case
     assert objections[0] == ""
-    assert objections[1:] == ["on this GPU the kernel computes something else than PyTorch", "the kernel fails with x"]
+    assert objections[1:] == [
+        "on this GPU the kernel computes something else than PyTorch",
+        "the kernel fails with ValueError: x",
+    ]
 
 
 def compiled_for(capability: int, width: int) -> Any:
@@ -101,7 +104,9 @@ def compiled_for(capability: int, width: int) -> Any:
         constexprs=sizes,
         attrs={(index,): [["tt.divisibility", 16]] for index in range(7)},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": STAGES})
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_stages": STAGES, "enable_fp_fusion": True}
+    )
 
 
 def spilled(cubin: bytes, folder: Path) -> tuple[int, int]:
