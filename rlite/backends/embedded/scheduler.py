@@ -37,7 +37,7 @@ MIN_SHARED = 32
 """least number of leading tokens that must be in the cache, unless they are a whole prompt"""
 MIN_SHARE = 0.25
 """least share of all tokens; tokens that are prefilled behind others need a slower kernel than whole prompts"""
-SPARE_ROWS = 16
+SPARE_ROWS = 4
 """running sequences for which a page stays free when another is admitted"""
 BURST = 64
 """most decode steps of a burst, for which pages are allocated ahead"""

@@ -28,14 +28,15 @@ STAGES = 3
 """pages of keys and values that are on their way into shared memory at once"""
 
 
+# Triton reads the annotations of its kernels
 @triton.jit
-def partial_attention(
-    query: Any, keys: Any, values: Any, table: Any, positions: Any, sums: Any, stats: Any,
-    scale: Any, softcap: Any, window: Any, table_stride: Any, pages_per_part: Any,
+def partial_attention(  # type: ignore[no-untyped-def]
+    query, keys, values, table, positions, sums, stats,
+    scale, softcap, window, table_stride, pages_per_part,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
     KEY: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr,
     HAS_CAP: tl.constexpr, WIDE: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Write the maximum and sum of e^score, and the weighted values, of one part of one sequence and key head.
 
     query [rows, heads, KEY]; keys [pages, PAGE, KV_HEADS, KEY]; values [pages, PAGE, KV_HEADS, VALUE]; table [rows,
@@ -77,10 +78,10 @@ def partial_attention(
 
 
 @triton.jit
-def join_parts(
-    sums: Any, stats: Any, sinks: Any, output: Any, num_parts: Any,
+def join_parts(  # type: ignore[no-untyped-def]
+    sums, stats, sinks, output, num_parts,
     HEADS: tl.constexpr, PARTS: tl.constexpr, VALUE: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Write the attention of one row and head, output [rows, heads, VALUE], from its parts; sinks [heads]."""
     at = (tl.program_id(0) * HEADS + tl.program_id(1)).to(tl.int64)
     p, e = tl.arange(0, PARTS), tl.arange(0, VALUE_PADDED)
