@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +21,8 @@ import rlite
 import torch  # isort: skip
 
 ROOT = Path(rlite.__file__).parents[1]
+TORCH, HIDDEN = "/site-packages/torch/", "/tools/mock_gpu/mock.py"
+"""files whose lines are not where a program waits"""
 LIBRARY: Any = ctypes.CDLL(None)
 LIBRARY.mock_counter_names.restype = ctypes.c_char_p
 NAMES = LIBRARY.mock_counter_names().decode().split()
@@ -64,7 +65,7 @@ def counting() -> Iterator[Usage]:
 
 def _place(call: bytes) -> str:
     """Return the innermost line of rlite, or of the program, that runs."""
-    frames = [f for f in traceback.extract_stack(sys._getframe(2)) if "/site-packages/torch/" not in f.filename]
+    frames = [f for f in traceback.extract_stack() if not f.filename.endswith(HIDDEN) and TORCH not in f.filename]
     own = next((f for f in reversed(frames) if f.filename.startswith(f"{ROOT}/rlite/")), None)
     shown = [f for f in (own, *frames[-1:]) if f is not None]
     texts = [f"{f.filename.removeprefix(f'{ROOT}/').rpartition('/site-packages/')[2]}:{f.lineno}" for f in shown]

@@ -1,6 +1,6 @@
-"""What makes a host wait for its GPU, found on the CPU by the operations that do.
+"""Operations that make a host wait for its GPU, or that are many, do not occur; the CPU shows that as well.
 
-They are masks as indices, assigned numbers, copies of host values, and one operation for each parameter.
+Masks as indices, assigned numbers and copies of host values wait. One operation for each parameter takes long.
 """
 
 from __future__ import annotations

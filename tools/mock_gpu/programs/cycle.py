@@ -11,7 +11,7 @@ import rlite
 from benchmarks.gpu_training import rows
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from tools.mock_gpu import mock
-from tools.mock_gpu.programs.models import Sft, small_model, trainable
+from tools.mock_gpu.programs.models import WholeSft, small_model, trainable
 
 TURNS = 4
 
@@ -19,7 +19,7 @@ TURNS = 4
 def measure() -> dict[str, float]:
     """Return figures of the last turn, and how memory grew since the second."""
     mock.stand_in_for_values()
-    path, loss = small_model(hidden=256, layers=4), Sft()
+    path, loss = small_model(hidden=256, layers=4), WholeSft()
     rlite.init(device="cuda", num_devices=1, launcher="inprocess")
     trainer, server = RliteTrainEngine(trainable(path)), RliteInferenceEngine(str(path))
     trainer.build(max_tokens_per_microbatch=1024, offload_optimizer=True)

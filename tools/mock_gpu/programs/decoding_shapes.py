@@ -11,7 +11,6 @@ import torch
 
 import rlite
 from rlite import RliteInferenceEngine
-from rlite.backends.embedded.model import ShardedModel
 from tools.mock_gpu import mock
 from tools.mock_gpu.programs.models import true_model
 from tools.mock_gpu.roofline import MACHINE, Roofline, own_kernels
@@ -48,10 +47,10 @@ def captured_steps() -> list[Roofline]:
 def measure() -> dict[str, float]:
     """Return figures of one captured step of ROWS sequences."""
     mock.stand_in_for_values()
-    ShardedModel.load = lambda self, path=None: self.allocate()  # the checkpoint is not there
     steps = captured_steps()
     rlite.init(device="cuda", num_devices=1, launcher="inprocess")
-    engine = RliteInferenceEngine(str(true_model()))
+    path = true_model()
+    engine = RliteInferenceEngine(str(path))
     engine.build(max_model_len=2048, max_num_seqs=ROWS, dtype="bfloat16", gpu_memory_utilization=0.9)
     prompts = [[row % 200 + 1] * CONTEXT for row in range(ROWS)]
     engine.generate(prompts, {"max_tokens": 2, "min_new_tokens": 2})
@@ -59,7 +58,7 @@ def measure() -> dict[str, float]:
     for name, seconds in largest.by_operation.most_common(12):
         print(f"   {name:44s} {1e3 * seconds:8.2f} ms")
     peak = torch.cuda.max_memory_allocated() / 2**30
-    weights = engine.num_parameters * 2 if hasattr(engine, "num_parameters") else 596_049_920 * 2
+    weights = (path / "model.safetensors").stat().st_size
     engine.release()
     rlite.shutdown()
     floor = (weights + ROWS * CONTEXT * KV_BYTES) / MACHINE["bytes_per_second"]

@@ -53,7 +53,7 @@ def measure() -> dict[str, float]:
     handles = transport.share(source, None, False, {f"not {process_identity()}"})
     reader = context.Process(target=read, args=(handles, results))
     reader.start()
-    written, waits, launches = results.get(timeout=240)
+    written, waits, launches = results.get(timeout=1800)
     reader.join(60)
     transport.unshare(source)
     expected = sum(2 * shard.tensor.numel() for shard in shards.values())

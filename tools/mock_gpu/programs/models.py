@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_training import SHAPES
 from rlite.trainer.losses import SftLoss
@@ -60,12 +61,23 @@ def small_model(hidden: int = 64, layers: int = LAYERS) -> Path:
 
 
 def true_model() -> Path:
-    """Return a folder whose config is Qwen3-0.6B's; its weights are those of one narrow layer and never read."""
-    path = build_model_dir(Path(tempfile.mkdtemp()) / "model", "qwen3", layers=1)
-    config, shape = json.loads((path / "config.json").read_text()), dict(SHAPES["qwen3-0.6b"])
-    config.pop("layer_types", None)
-    config |= {"hidden_size": shape.pop("hidden"), "num_hidden_layers": shape.pop("layers"), **shape}
-    (path / "config.json").write_text(json.dumps(config | {"max_window_layers": LAYERS}))
+    """Return a checkpoint of Qwen3-0.6B's shape, with zeros in a file that takes no room on the disk."""
+    path, shape = Path(tempfile.mkdtemp()), dict(SHAPES["qwen3-0.6b"])
+    build_model_dir(path, "qwen3", layers=1)  # its tokenizer
+    sizes = {"hidden_size": shape.pop("hidden"), "num_hidden_layers": shape.pop("layers"), "tie_word_embeddings": True}
+    config = AutoConfig.for_model("qwen3", **sizes, **shape, dtype="bfloat16")
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    stop, header = 0, {}
+    for name, parameter in model.named_parameters():
+        start, stop = stop, stop + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + stop)
     return path
 
 

@@ -13,7 +13,7 @@ import rlite
 from benchmarks.gpu_training import rows
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from tools.mock_gpu import mock
-from tools.mock_gpu.programs.models import Sft, small_model, trainable
+from tools.mock_gpu.programs.models import WholeSft, small_model, trainable
 
 NUM = 2
 PACKS, TOKENS = 4, 512
@@ -23,7 +23,7 @@ def measure() -> dict[str, float]:
     """Return figures of one step of each layout, and of a sync."""
     mock.stand_in_for_values()
     rlite.init(device="cuda", num_devices=NUM, launcher="torchrun")
-    path, loss, figures = small_model(hidden=128, layers=4), Sft(), {}
+    path, loss, figures = small_model(hidden=128, layers=4), WholeSft(), {}
     for name, options in {"fsdp": {}, "tp": {"tp_size": NUM}}.items():
         trainer = RliteTrainEngine(trainable(path))
         trainer.build(tensor_parallel_size=NUM, max_tokens_per_microbatch=TOKENS, **options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,10 +9,9 @@ import torch
 import rlite
 from benchmarks.gpu_training import TOKENS, rows
 from rlite import RliteTrainEngine
-from rlite.backends.fsdp2 import worker
 from tools.mock_gpu import mock
 from tools.mock_gpu.programs.models import WholePolicy, WholeSft, trainable, true_model
-from tools.mock_gpu.roofline import MACHINE, accounted
+from tools.mock_gpu.roofline import accounted
 
 CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "sft 8k": (WholeSft(), "sft", {}),
@@ -25,25 +22,10 @@ OPTIONS: dict[str, Any] = {}
 """options of `build` that all cases add, such as {"fused_head": True}"""
 
 
-@contextmanager
-def unread_weights() -> Iterator[None]:
-    """Build engines of a checkpoint that is not there.
-
-    Yields:
-        None.
-    """
-    read, worker.read_weights = worker.read_weights, lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        worker.read_weights = read
-
-
 def step(module: Any, loss: Any, num_tokens: int, options: dict[str, Any]) -> dict[str, float]:
     """Return figures of one step of one pack, the second."""
     engine = RliteTrainEngine(module)
-    with unread_weights():
-        engine.build(max_tokens_per_microbatch=num_tokens, **OPTIONS, **options)
+    engine.build(max_tokens_per_microbatch=num_tokens, **OPTIONS, **options)
     engine.train()
     batch = rows(1, num_tokens, prompt=1)
     batch["logprobs"] = torch.zeros(batch["input_ids"].shape)
@@ -77,5 +59,4 @@ def measure() -> dict[str, float]:
         found = step(module, loss, TOKENS["qwen3-0.6b"][task], options)
         figures |= {f"{case}: {name}": value for name, value in found.items()}
     rlite.shutdown()
-    assert MACHINE
     return figures

@@ -143,9 +143,13 @@ static unsigned slot_of(const void *function) {
   return slot;
 }
 
-static cudaError_t launched(const void *function) {
-  atomic_fetch_add(&kernels[slot_of(function)].count, 1);
+static cudaError_t launched(const void *function, void **args) {
+  unsigned slot = slot_of(function);
+  atomic_fetch_add(&kernels[slot].count, 1);
   mock_add(launches, 1);
+  // CUB's sum, by which torch finds out how many elements of a mask are true, and so how much memory it allocates: 0
+  if (args && kernels[slot].name && strstr(kernels[slot].name, "DeviceReduceSingleTileKernel"))
+    memset(*(void **)args[1], 0, sizeof(long));
   return OK;
 }
 
@@ -174,16 +178,16 @@ EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
 }
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **args, size_t shared,
                                       cudaStream_t stream) {
-  return launched(kernel);
+  return launched(kernel, args);
 }
 EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **args, size_t shared,
                                     cudaStream_t stream) {
-  return launched(function);
+  return launched(function, args);
 }
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **args) {
-  return launched(function);
+  return launched(function, args);
 }
-EXPORT void mock_launch_named(const char *name) { launched(name); } // a kernel of the driver API
+EXPORT void mock_launch_named(const char *name) { launched(name, NULL); } // a kernel of the driver API
 
 static __thread struct {
   dim3 grid, block;
