@@ -61,6 +61,10 @@ Finite = Annotated[float, AllowInfNan(False)]
 FinitePositive = Annotated[float, Gt(0), AllowInfNan(False)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]
 Seconds = Annotated[float, Gt(0), Unit("seconds")]
+ByMemory = bool | Literal["auto"]
+"""a choice that "auto" leaves to the memory that is free when an engine is built"""
+CompiledParts = Literal["layers"]
+"""parts of a model that torch.compile compiles"""
 
 Interpolations = dict[str, tuple[Any, Any]]
 """key -> its value as a file gives it, `${...}`, and as it was resolved"""

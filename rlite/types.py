@@ -58,10 +58,6 @@ PackingMethod = Literal["first_fit_decreasing", "karmarkar_karp"]
 """ways to fill microbatches, see `rlite.runtime.parallel.microbatch_plan.plan_microbatches`"""
 ExpertsImplementation = Literal["auto", "eager", "grouped_mm", "batched_mm"]
 """ways to compute the experts of a mixture"""
-ByMemory = bool | Literal["auto"]
-"""a choice that "auto" leaves to the memory that is free when an engine is built"""
-CompiledParts = Literal["layers"]
-"""parts of a model that torch.compile compiles"""
 RoutingSource = Literal["auto", "off", "old_policy", "rollout"]
 """passes whose chosen experts the trainer of a mixture replays"""
 MAX_KEPT_IDS = 512

@@ -183,10 +183,8 @@ def block_statistics(logits: Block, labels: Int[Tensor, " rows"], temperature: f
 
 def no_statistics(labels: Int[Tensor, " rows"], dtype: torch.dtype) -> Statistics:
     """Return the statistics of a block without columns."""
-    values = labels.new_zeros(4, len(labels), dtype=dtype)
-    values[0].fill_(torch.finfo(dtype).min)
-    values[3].fill_(-torch.inf)
-    return values
+    values = torch.finfo(dtype).min, 0, 0, -torch.inf
+    return torch.stack([labels.new_full(labels.shape, value, dtype=dtype) for value in values])
 
 
 def merge(first: Statistics, second: Statistics) -> Statistics:

@@ -191,8 +191,7 @@ class RliteTrainEngine(ModuleEngine):
 
     def choices(self) -> dict[str, str]:
         """Return what the workers chose when they were built, and why, by topic; {} if the executor chooses nothing."""
-        chosen = self._backend.choices
-        return {} if chosen is None else self._workers.call(chosen)[0]
+        return self._workers.call(self._backend.choices)[0] if self._backend.choices else {}
 
     def nonfinite_parameters(self) -> list[str]:
         """Return the names of parameters that hold NaN or infinity, on any worker."""

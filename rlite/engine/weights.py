@@ -23,11 +23,10 @@ from rlite.observability import trace
 from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.shared_memory import can_share_memory
 from rlite.runtime.replicas.engine import Engine
-from rlite.runtime.replicas.transport import Layout, Piece, describe
+from rlite.runtime.replicas.transport import Layout, Piece, Transport, check_transport, describe
 from rlite.runtime.replicas.weight_moves import Plan, Route, broadcast, read_gathered, read_shared, verify
 
 OnInflight = Literal["continue", "abort"]
-Transport = Literal["auto", "shared", "gathered", "broadcast"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +72,7 @@ def sync_weights(
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
     if target is source:
         raise ConfigError(f"{source.name} cannot be synced with itself")
-    if transport == "gathered" and (apart := set(target.group.devices) - set(source.group.devices)):
-        told = f"transport='gathered': {target.name} has {min(map(str, apart))}, which {source.name} does not have"
-        raise ConfigError(f"{told}. Use 'auto' or 'broadcast', or build both on the same devices (colocate_with)")
+    check_transport(transport, source.name, source.group.devices, target.name, target.group.devices)
     started = time.perf_counter()
     with trace.span("weight sync", source=source.name, target=target.name), target.receiving_weights(on_inflight):
         while True:
@@ -83,18 +80,16 @@ def sync_weights(
             try:
                 with source.sending:
                     sync = Sync(source, target, may_share=transport in ("auto", "shared"))
-                    chosen = sync.best_transport() if transport == "auto" else transport
-                    num_bytes = sync.move(chosen)
+                    way = sync.best_transport() if transport == "auto" else transport
+                    size = sync.move(way)
                     if verify_checksums:
                         verify(sync.route, sync.plan)
                 break
             except WorkerError:  # a replica that is lost is replaced, and the others still need the weights
                 if not target.has_lost_some_of(members):
                     raise
-    seconds, names = time.perf_counter() - started, set().union(*(each.places for each in sync.route.targets.values()))
-    return SyncReport(
-        version=target.get_version(), num_bytes=num_bytes, seconds=seconds, transport=chosen, num_tensors=len(names)
-    )
+    took, names = time.perf_counter() - started, set().union(*(each.places for each in sync.route.targets.values()))
+    return SyncReport(version=target.get_version(), num_bytes=size, seconds=took, transport=way, num_tensors=len(names))
 
 
 class Sync:

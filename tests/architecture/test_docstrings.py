@@ -75,6 +75,7 @@ def test_public_functions_of_several_parameters_say_what_their_arguments_are() -
         for node, text in documented(path)
         if isinstance(node, Function) and not node.name.startswith("_")
         if len(parameters(node)) >= MIN_PARAMETERS and "Args:" not in text
+        if not any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)  # a sentence gives the shapes
     ]
     assert silent == []
 

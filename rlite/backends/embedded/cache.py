@@ -390,7 +390,13 @@ class PagedCache:
 
 
 def rows_of_pages(pages: Sequence[int], start: int, stop: int) -> np.ndarray:
-    """Return the places (see `Targets`) of the positions [start, stop) of a sequence."""
+    """Return the places (see `Targets`) of some positions of a sequence.
+
+    Args:
+        pages: pages of the sequence.
+        start: first position.
+        stop: end of the positions, exclusive.
+    """
     positions = np.arange(start, stop)
     return np.asarray(pages, dtype=np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK
 

@@ -259,7 +259,7 @@ class _Batch(NamedTuple):
     rows: list[Sampling]
     whole: SamplingBatch
     alone: list[SamplingBatch]
-    """those of each row, if rows are sampled one by one"""
+    """parameters of each row, if rows are sampled one by one"""
 
 
 Steps = Callable[[int, Tensor], Tensor]

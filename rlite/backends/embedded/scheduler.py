@@ -168,7 +168,7 @@ class Scheduler:
         self.num_reused = 0
         """number of tokens that were not prefilled again"""
         self.num_preempted = 0
-        """how often a sequence lost its pages to older ones"""
+        """number of times that a sequence lost its pages to older ones"""
         states = range(num_rows, 2 * num_rows) if has_state and keeps_caches else range(0)
         self.pool = PagePool(num_pages, 2 * num_rows, not keeps_caches, states)
         self.waiting: deque[RunningSequence] = deque()

@@ -95,7 +95,7 @@ class CompiledLayers:
 
 @dataclass
 class Compilation:
-    """Whether a class of layers can be compiled."""
+    """State of a class of layers: compiled, or not any more."""
 
     failure: str | None = None
     """the error of the attempt; the class is not compiled any more"""

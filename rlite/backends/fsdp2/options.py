@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from rlite.config import Count, Options, Positive, Rate
-from rlite.types import BalanceBy, ByMemory, CompiledParts, ExpertsImplementation, PackingMethod
+from rlite.config import ByMemory, CompiledParts, Count, Options, Positive, Rate
+from rlite.types import BalanceBy, ExpertsImplementation, PackingMethod
 
 
 def _refuse_float16(value: Any) -> Any:

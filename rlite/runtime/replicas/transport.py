@@ -11,19 +11,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlite.errors import ConfigError
+from rlite.runtime.cluster.placement import Device
 from rlite.runtime.parallel import shared_memory
 from rlite.runtime.parallel.processes import close_store, connect_store, process_identity
 from rlite.runtime.parallel.shards import Box, ParameterShard
 from rlite.runtime.parallel.shared_memory import Arena, DeviceArena, SharedArena, SharedMemoryReader, aligned_bytes
 from rlite.runtime.replicas.workers import GatheringWorker, SourceWorker, StagingWorker, Worker
 
+Transport = Literal["auto", "shared", "gathered", "broadcast"]
 BUCKET_BYTES = 256 * 2**20
 
 
@@ -70,6 +73,28 @@ class Piece:
 
 
 @torch.no_grad()
+def check_transport(
+    transport: str, source: str, sources: Collection[Device], target: str, targets: Collection[Device]
+) -> None:
+    """Refuse a way for weights that does not exist between two engines.
+
+    Args:
+        transport: "auto" or a way.
+        source: name of the engine that sends.
+        sources: its devices.
+        target: name of the engine that receives.
+        targets: its devices.
+
+    Raises:
+        ConfigError: there is no such way, or the target has a device that the source does not have.
+    """
+    if transport not in get_args(Transport):
+        raise ConfigError(f"transport={transport!r}: expected one of {', '.join(get_args(Transport))}")
+    if transport == "gathered" and (apart := set(targets) - set(sources)):
+        told = f"transport='gathered': {target} has {min(map(str, apart))}, which {source} does not have"
+        raise ConfigError(f"{told}. Use 'auto' or 'broadcast', or build both on the same devices (colocate_with)")
+
+
 def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool, is_near: bool = False) -> Layout:
     """Return the places that a source offers or a target receives.
 

@@ -7,20 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from rlite.config import Count, FinitePositive, Options, Positive, Rate, Share
+from rlite.config import ByMemory, CompiledParts, Count, FinitePositive, Options, Positive, Rate, Share
 from rlite.errors import ConfigError
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.runtime.parallel.dims import ParallelDims
-from rlite.types import (
-    Aggregation,
-    BalanceBy,
-    ByMemory,
-    CompiledParts,
-    ExpertsImplementation,
-    KLEstimator,
-    PackingMethod,
-    Schedule,
-)
+from rlite.types import Aggregation, BalanceBy, ExpertsImplementation, KLEstimator, PackingMethod, Schedule
 
 OptimizerName = Literal["adamw", "muon"]
 BUILD_OPTIONS = (

@@ -249,8 +249,7 @@ class PolicyLoss(TokenMean, OnCounted):
             given = tokens.logprobs, behaviour, inputs.advantages, mask
             near = algorithms.off_policy_sequence_mask(*given, threshold=bound, cu_seqlens=cu_seqlens)
             loss, report["off_policy_dropped"] = torch.where(near, loss, 0.0), (~near).to(loss.dtype)
-        if self.entropy_coef:
-            loss = loss - self.entropy_coef * tokens.entropy
+        loss = loss - self.entropy_coef * tokens.entropy if self.entropy_coef else loss
         if self.kl_coef:
             report["kl"] = algorithms.kl_penalty(tokens.full_logprobs, at["ref_logprobs"], self.kl_estimator)
             loss = loss + self.kl_coef * report["kl"]

@@ -10,7 +10,7 @@ from pydantic import Field
 
 import rlite
 from rlite import config
-from rlite.config import Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share, changed
+from rlite.config import ByMemory, Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share, changed
 from rlite.errors import ConfigError, did_you_mean
 from rlite.help import single_or_named
 from rlite.nn.options import LoraOptions
@@ -37,15 +37,7 @@ from rlite.trainer.options import (
     TrainerOptions,
 )
 from rlite.trainer.run.best import check_evaluated
-from rlite.types import (
-    Aggregation,
-    ByMemory,
-    GenerationHyperparameters,
-    KLEstimator,
-    KLLossEstimator,
-    RoutingSource,
-    Schedule,
-)
+from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, RoutingSource, Schedule
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
