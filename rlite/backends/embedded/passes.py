@@ -34,7 +34,7 @@ from rlite.backends.embedded.attention import CheckPlan, DecodePlan, NativeDecod
 from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, SlotCache
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
-from rlite.backends.embedded.speculation import SHORT_BURST, Speculator, kept_spans
+from rlite.backends.embedded.speculation import Speculator, kept_spans
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving import native, sampler
 from rlite.backends.serving.sampler import RequestRules, Sampled, Sampling, SamplingBatch
@@ -220,7 +220,7 @@ class _Batch(NamedTuple):
     rows: list[Sampling]
     whole: SamplingBatch
     alone: list[SamplingBatch]
-    """those of each row, if rows are sampled one by one"""
+    """parameters of each row, if rows are sampled one by one"""
 
 
 Steps = Callable[[int, Tensor], Tensor]
@@ -280,8 +280,7 @@ class ForwardPasses:
         if self.speculator is not None:
             if proposals := self.speculator.propose(sequences):
                 return 1, self._check(cache, proposals, version)
-            if self.speculator.is_worthwhile(len(sequences)):
-                steps = min(steps, SHORT_BURST)
+            steps = min(steps, self.speculator.burst)
         if any(s.request.gconfig.stop for s in sequences):  # a recurrent state cannot go back behind a stop
             steps = min(steps, 1 if self.weights.has_state else STOP_STRING_STEPS)
         stop_ids = batch.whole.stop_ids
