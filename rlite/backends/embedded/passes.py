@@ -44,7 +44,7 @@ from rlite.backends.embedded.cache import DECODE_ROWS, EmbeddedOptions, PagedCac
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.pages import TRASH, num_pages
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
-from rlite.backends.embedded.speculation import SHORT_BURST, Speculator, kept_spans
+from rlite.backends.embedded.speculation import Speculator, kept_spans
 from rlite.backends.models.batch_invariant import BLOCK, label_logprobs
 from rlite.backends.serving import native, sampler
 from rlite.backends.serving.sampler import RequestRules, Sampled, Sampling, SamplingBatch
@@ -325,8 +325,7 @@ class ForwardPasses:
         if self.speculator is not None:
             if proposals := self._propose(self.speculator, steps):
                 return 1, self._check(cache, proposals, version)
-            if self.speculator.is_worthwhile(len(self.scheduler.running)):
-                steps = min(steps, SHORT_BURST)
+            steps = min(steps, self.speculator.burst)
         sequences = list(self.scheduler.running)
         batch = self._batch([s.sampling for s in sequences])
         stop_ids = batch.whole.stop_ids

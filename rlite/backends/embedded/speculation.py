@@ -38,7 +38,7 @@ FIXED_ROWS = 8
 PROBE = 64
 """bursts without speculation after which it is tried again"""
 SHORT_BURST = 4
-"""decode steps between two searches for a proposal"""
+"""decode steps between a check and the next search; each search that finds nothing doubles the distance to the next"""
 FIRST_SHARE = 0.75
 """assumed share of accepted tokens before the first check"""
 MEMORY = 0.9
@@ -147,6 +147,8 @@ class Speculator:
     def restart(self, sequences: Sequence[RunningSequence]) -> None:
         """Forget all texts but those of running sequences, so that decisions depend on what these weights served."""
         self._index, self._share, self._num_idle = SuffixIndex(), FIRST_SHARE, 0
+        self.burst = SHORT_BURST
+        """most decode steps before the next search"""
         for sequence in sequences:
             self.add(sequence)
 
@@ -157,11 +159,13 @@ class Speculator:
     def propose(self, sequences: Sequence[RunningSequence]) -> list[list[int]]:
         """Return the proposed tokens of each running sequence; [] if no check would pay."""
         if not self.is_worthwhile(len(sequences)):
-            self._num_idle += 1
+            self._num_idle, self.burst = self._num_idle + 1, PROBE
             if self._num_idle < PROBE:
                 return []
         proposals = [self._index.find(s, min(s.room - 1, LONGEST)) for s in sequences]
-        return proposals if any(proposals) else []
+        has_found = any(proposals)
+        self.burst = SHORT_BURST if has_found else min(2 * self.burst, PROBE)
+        return proposals if has_found else []
 
     def is_worthwhile(self, num_rows: int) -> bool:
         """Return whether checks pay in a batch of so many rows."""
