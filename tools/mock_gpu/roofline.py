@@ -61,8 +61,16 @@ VIEWS = frozenset(
 """operations without a kernel"""
 FILLS = frozenset("zero_ fill_ zeros zeros_like new_zeros ones ones_like full new_full".split())  # noqa: SIM905
 """operations that only write"""
+PERHAPS_VIEWS = frozenset(("reshape", "flatten", "to", "contiguous"))
+"""operations without a kernel if their result is their argument's memory"""
+WRITES_PART = frozenset(("index_copy_", "index_put_", "index_add_", "scatter_", "_index_put_impl_"))
+"""operations that touch as much of their first argument as the others hold"""
+READS_PART = frozenset(("index_select", "gather", "embedding", "index"))
+"""operations that read as much as they write"""
 CAUSAL = 0.5
-"""share of the scores that a causal mask leaves; torch counts all"""
+"""share of the scores that a causal mask leaves"""
+BACKWARD = 2.5
+"""products of attention backward for each forward: five for two"""
 
 
 def _bytes(values: Any) -> int:
@@ -78,6 +86,29 @@ def _distinct(x: Tensor) -> int:
     return num
 
 
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes that an operation reads and writes."""
+    if name in FILLS:
+        return _bytes(out)
+    if name in WRITES_PART:
+        return 2 * _bytes(args[1:])
+    if name in READS_PART:
+        return 2 * _bytes(out)
+    return _bytes((args, kwargs)) + _bytes(out)
+
+
+def _packed_attention_flops(args: Any, is_backward: bool) -> float:
+    """Return the FLOPs of causal attention over a pack of one sequence; the lengths of others are on the device."""
+    tokens, heads, width = next(x.shape for x in args if isinstance(x, Tensor) and x.dim() == 3)
+    return 4.0 * heads * tokens**2 * width * CAUSAL * (BACKWARD if is_backward else 1)
+
+
+def _has_kernel(name: str, args: Any, kwargs: Any, out: Any) -> bool:
+    if name in VIEWS or (name in PERHAPS_VIEWS and out.data_ptr() == args[0].data_ptr()):
+        return False
+    return any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((args, kwargs, out)))
+
+
 class Roofline(TorchDispatchMode):
     """Adds up operations while it is active. `attention` and `gemm` are the kinds that are bound by FLOPs."""
 
@@ -91,16 +122,20 @@ class Roofline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[-1]
-        if name not in VIEWS and any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves((args, kwargs, out))):
+        if _has_kernel(name, args, kwargs, out):
             self._add(name, func, args, kwargs or {}, out)
         return out
 
     def _add(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        is_attention = "attention" in name or "varlen" in name or "flash" in name
-        count = flop_registry.get(func._overloadpacket)
-        flops = count(*args, **kwargs, out_val=out) * (CAUSAL if is_attention else 1) if count else 0
-        moved = _bytes(out) if name in FILLS else _bytes((args, kwargs)) + _bytes(out)
-        self.add("attention" if is_attention else "gemm" if flops else "elementwise", name, flops, moved)
+        count, kind = flop_registry.get(func._overloadpacket), "elementwise"
+        flops = 0.0
+        if "varlen_attn" in name:
+            kind, flops = "attention", _packed_attention_flops(args, is_backward="backward" in name)
+        elif name == "linear":
+            kind, flops = "gemm", 2.0 * out.numel() * args[0].shape[-1]
+        elif count is not None:
+            kind, flops = "attention" if "attention" in name else "gemm", float(count(*args, **kwargs, out_val=out))
+        self.add(kind, name, flops, _moved(name, args, kwargs, out))
 
     def add(self, kind: str, name: str, flops: float, moved: float) -> None:
         """Add one operation."""

@@ -35,7 +35,7 @@ def measure() -> dict[str, float]:
     generate(engine, ROWS, 10, LONG)  # captures
     short, long = generate(engine, ROWS, 10, SHORT), generate(engine, ROWS, 10, LONG)
     bursts = (LONG - SHORT) // BURST
-    figures = {f"{name} of a burst": (long[name] - short[name]) / bursts for name in COUNTED}
+    figures = {f"{name} of a burst": max(0.0, (long[name] - short[name]) / bursts) for name in COUNTED}
     mock.print_places("a burst", long.places - short.places, bursts)
     replayed = long["graph_kernels"] - short["graph_kernels"]
     figures["kernels of a captured step"] = replayed / (long["graph_launches"] - short["graph_launches"])

@@ -29,7 +29,7 @@ def measure() -> dict[str, float]:
         trainer.build(tensor_parallel_size=NUM, max_tokens_per_microbatch=TOKENS, **options)
         trainer.train()
         batch = rows(PACKS, TOKENS, prompt=32)
-        for _ in range(2):
+        for _ in range(3):
             with mock.counting() as step:
                 trainer.train_batch(batch, loss, loss.weight)
         for counted in ("waits", "launches", "collectives", "mallocs"):
