@@ -44,7 +44,7 @@ from rlite.engine.weight_plan import make_plan
 from rlite.runtime.parallel.host_memory import device_usage
 from rlite.runtime.parallel.processes import process_identity
 from rlite.runtime.parallel.shards import ParameterShard
-from rlite.runtime.replicas.transport import Layout, Place, read, share, unshare
+from rlite.runtime.replicas.transport import Layout, Place, gather, read, unshare
 from rlite.trainer.losses import SftLoss
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
@@ -229,7 +229,7 @@ def ipc(device: str, out: Path) -> Results:
     for number in range(ROUNDS):
         for index, shard in enumerate(source.parameter_shards().values()):
             shard.tensor.fill_(number + index)
-        pipe.send((plan, share(source, None, True, [layout.process])))
+        pipe.send((plan, gather(source, source.layout().places, [layout.process])))
         found, theirs = pipe.recv()
         unshare(source)
         if found != [float(number + index) for index in range(8)]:

@@ -22,7 +22,7 @@ from transformers.masking_utils import create_causal_mask
 
 from rlite.algorithms.logprobs import next_token, no_statistics, previous_token
 from rlite.backends.embedded.attention import DecodePlan
-from rlite.backends.embedded.cache import CacheShape, SlotCache
+from rlite.backends.embedded.cache import CacheShape, PagedCache
 from rlite.backends.fsdp2.worker import read_weights
 from rlite.backends.models.attention import PACKED, Weighting
 from rlite.backends.models.head_logprobs import logprobs_of
@@ -128,7 +128,8 @@ def test_weights_are_read_on_the_host_in_a_context_of_another_device(tmp_path: P
 
 def test_eager_decode_steps_attend_to_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that plans its kernel for each length would plan it anew at each step."""
-    cache = SlotCache(CacheShape({0: AttentionLayer(4, 2, 16, 16)}, 2, 200), torch.bfloat16, torch.device("cpu"))
+    cache = PagedCache(CacheShape({0: AttentionLayer(4, 2, 16, 16)}, 7), torch.bfloat16, torch.device("cpu"))
+    table = torch.arange(1, 7).view(2, 3)
     lengths, steps, widths = [5, 70], 60, set()
     attention = F.scaled_dot_product_attention
 
@@ -137,7 +138,7 @@ def test_eager_decode_steps_attend_to_whole_blocks(monkeypatch: pytest.MonkeyPat
         return attention(query, key, *args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    plan = DecodePlan(cache, lengths, torch.tensor(lengths) - 1 + torch.arange(steps)[:, None])
+    plan = DecodePlan(cache, table, torch.tensor(lengths) - 1 + torch.arange(steps)[:, None], lengths)
     for step in range(steps):
         if step:
             plan.go_to(step)
