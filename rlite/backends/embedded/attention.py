@@ -418,7 +418,7 @@ class CheckPlan(PrefillPlan):
 
     def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
         super().__init__(cache, chunks, is_flash=False, is_invariant=False)
-        lengths = torch.tensor([chunk.stop - chunk.start for chunk in chunks])
+        lengths = torch.tensor([chunk.stop - chunk.start for chunk in chunks], device=cache.device)
         self._table = block_table([chunk.pages for chunk in chunks], cache.device).repeat_interleave(lengths, dim=0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
