@@ -357,7 +357,8 @@ def test_release_gives_the_devices_back(build: Build, executor: str) -> None:
 
 
 def declared() -> set[str]:
-    return {name for name in dir(TrainWorker) if not name.startswith("_")} | {"arena", "staged"}
+    optional = {"stage", "gather_into"}  # of `StagingWorker` and `GatheringWorker`, which sync asks for
+    return {name for name in dir(TrainWorker) if not name.startswith("_")} | {"arena", "staged"} | optional
 
 
 class Guarded:

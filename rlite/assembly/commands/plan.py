@@ -82,12 +82,14 @@ def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: f
     sizes = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers)
     state = recurrent_bytes(cls, config, dtype) if find_mixers(model) else 0
     length, weights = sizes.max_model_len, weights * dtype.itemsize
-    per_sequence = sizes.pages_per_sequence * sizes.page_bytes + state
-    num_seqs, cache = options.max_num_seqs, options.max_num_seqs * per_sequence
+    # executor torch keeps as many states of prefixes, and has a page for rows without a sequence
+    per_sequence = sizes.pages_per_sequence * sizes.page_bytes + (2 * state if is_embedded else state)
+    beside = sizes.page_bytes if is_embedded else 0
+    num_seqs, cache = options.max_num_seqs, beside + options.max_num_seqs * per_sequence
     if device_memory_gib is not None:
-        room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights
+        room = int(device_memory_gib * options.gpu_memory_utilization * 2**30) - weights - beside
         num_seqs = min(num_seqs, room // per_sequence) if is_embedded else room // per_sequence
-        cache = num_seqs * per_sequence if is_embedded else room
+        cache = beside + num_seqs * per_sequence if is_embedded else room
         if num_seqs < 1:
             raise ConfigError(
                 f"rollout: one sequence of max_model_len={length} needs {per_sequence / 2**30:.2f} GiB of KV cache, "

@@ -38,10 +38,10 @@ def memory(device_memory_gib: float | None = None, **options: object) -> Rollout
     return rollout_memory(RolloutPlanOptions(**options), MODEL, device_memory_gib)
 
 
-def test_the_cache_is_one_slot_for_each_sequence() -> None:
+def test_the_cache_has_the_pages_of_the_longest_sequences_and_one_for_empty_rows() -> None:
     found = memory(max_num_seqs=8, max_model_len=1000)
     assert (found.weights, found.num_seqs) == (2 * NUM_PARAMETERS, 8)
-    assert found.kv_cache == 8 * 1000 * PER_TOKEN
+    assert found.kv_cache == (8 * 16 + 1) * 64 * PER_TOKEN
 
 
 def test_a_replica_divides_weights_and_heads() -> None:
