@@ -293,7 +293,7 @@ class ServingOptions(EngineOptions):
 
     deterministic: bool = False
     """the same tokens bit by bit, independent of other requests; executor torch alone, slower"""
-    speculation: Literal["auto"] | bool = "auto"
+    speculation: Literal["auto"] | bool = False
     """check several tokens at once that earlier texts propose; executor torch on CPU alone"""
 
     def build_options(self, num_devices: int) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class ServingOptions(EngineOptions):
             **{name: getattr(self, name) for name in ("gpu_memory_utilization", "max_num_seqs", "dtype")},
             # other executors do not know these
             **({"deterministic": True} if self.deterministic else {}),
-            **({} if self.speculation == "auto" else {"speculation": self.speculation}),
+            **({"speculation": self.speculation} if self.speculation else {}),
         }
 
 

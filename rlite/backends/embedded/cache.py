@@ -50,7 +50,7 @@ class EmbeddedOptions(ExecutorOptions):
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True
     """on one GPU, capture decode steps as CUDA graphs and replay them; needs some memory beside weights and KV cache"""
-    speculation: Literal["auto"] | bool = "auto"
+    speculation: Literal["auto"] | bool = False
     """let texts of the same prompt, and earlier turns, propose tokens, several of which one decode step on CPU checks.
     Tokens and log-probabilities are those of single steps. "auto" does so while it saves time"""
     deterministic: bool = False
