@@ -2,10 +2,11 @@
 
     .venv/bin/python -m benchmarks.speculation [--warm-steps 150] [--rounds 5]
 
-Two tasks, each with the quickstart's model (Qwen3, 128 wide, 2 layers) after imitation of correct answers:
-`quickstart` spells words backwards, `repeat` says a word six times. Samples are drawn at temperature 1, eight of each
-prompt, with one prompt or four at a time. `alone` draws one sample at a time. Each side serves the same requests with
-the same seeds, the sides alternate, and tokens are compared. Ratios are medians over the rounds.
+Two tasks. `quickstart`: the quickstart's model (Qwen3, 128 wide, 2 layers) spells words backwards after imitation of
+correct answers; samples at temperature 1, eight of each prompt, with one prompt or four at a time, or one sample alone.
+`repetitive`: the model of the other benchmarks (Qwen3, 256 wide, 4 layers) continues prompts greedily and soon repeats
+itself. Each side serves the same requests with the same seeds in calls of 8 steps, the sides alternate, and tokens are
+compared. Ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import rlite
 # rlite before torch: it sets how idle threads wait, which torch reads once
 import torch  # isort: skip
 
+from benchmarks.model import build_model, build_prompts
 from rlite.assembly.commands.options import QuickstartConfig
 from rlite.assembly.quickstart.run import MAX_LENGTH, build_tiny_qwen3, problems
 from rlite.backends.embedded.cache import EmbeddedOptions
@@ -35,16 +37,9 @@ from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.types import GenerationHyperparameters, SequenceRequest
 
-TIMES = 6
-"""words of an answer in the task `repeat`"""
+STEPS = 8
+"""decode steps of a call, as the engine makes them"""
 Mode = Literal["auto"] | bool
-
-
-def repeated(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a problem whose answer is a short word, several times."""
-    word = row["metadata"]["word"][:4]
-    turn = {"role": "user", "content": f"repeat {word}"}
-    return {**row, "messages": [turn], "answer": " ".join([word] * TIMES)}
 
 
 def trained(folder: Path, rows: list[Any], num_steps: int) -> Path:
@@ -63,10 +58,12 @@ def trained(folder: Path, rows: list[Any], num_steps: int) -> Path:
     return folder / "warm"
 
 
-def requests_of(prompts: list[list[int]], num_samples: int, new_tokens: int) -> list[SequenceRequest]:
-    gconfig = GenerationHyperparameters(max_new_tokens=new_tokens)
+def requests_of(prompts: list[list[int]], num_samples: int, **gconfig: Any) -> list[SequenceRequest]:
+    hyperparameters = GenerationHyperparameters(**gconfig)
     samples = [prompt for prompt in prompts for _ in range(num_samples)]
-    return [SequenceRequest(request_id=i, input_ids=ids, gconfig=gconfig, seed=i) for i, ids in enumerate(samples)]
+    return [
+        SequenceRequest(request_id=i, input_ids=ids, gconfig=hyperparameters, seed=i) for i, ids in enumerate(samples)
+    ]
 
 
 def served(path: Path, mode: Mode, batches: list[list[SequenceRequest]]) -> tuple[float, list[list[int]], Any]:
@@ -75,8 +72,13 @@ def served(path: Path, mode: Mode, batches: list[list[SequenceRequest]]) -> tupl
     worker = EmbeddedWorker(str(path), options, torch.device("cpu"))
     begin, texts = time.process_time(), []
     for batch in batches:
-        chunks = sorted(worker.advance(batch, [], 10_000), key=lambda chunk: chunk.request_id)
-        texts += [chunk.token_ids for chunk in chunks]
+        made: list[list[int]] = [[] for _ in batch]
+        chunks = worker.advance(batch, [], STEPS)
+        while chunks:
+            for chunk in chunks:
+                made[chunk.request_id] += chunk.token_ids
+            chunks = worker.advance([], [], STEPS)
+        texts += made
     return time.process_time() - begin, texts, worker.speculator
 
 
@@ -102,34 +104,31 @@ def report(name: str, path: Path, batches: list[list[SequenceRequest]], rounds: 
 
 
 def main() -> None:
-    """Train both models, measure, print."""
+    """Build both models, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warm-steps", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=8, help="held-out prompts of each task")
+    parser.add_argument("--prompts", type=int, default=8, help="held-out prompts of the quickstart")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rlite.init(num_devices=1, num_threads=1)
     with tempfile.TemporaryDirectory() as scratch:
         train, held_out = problems(QuickstartConfig(folder=scratch), Path(scratch))
-        tasks = {
-            "quickstart": (train, held_out, 12),
-            "repeat": ([*map(repeated, train)], [*map(repeated, held_out)], 64),
-        }
-        for name, (rows, asked, new_tokens) in tasks.items():
-            path = trained(Path(scratch) / name, rows, args.warm_steps)
-            tokenizer = load_tokenizer(path)
-            prompts = [
-                tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
-                for row in asked[: args.prompts]
-            ]
-            kinds = {
-                "alone": [requests_of([prompt], 1, new_tokens) for prompt in prompts],
-                "1 prompt x 8": [requests_of([prompt], 8, new_tokens) for prompt in prompts],
-                "4 prompts x 8": [requests_of(prompts[i : i + 4], 8, new_tokens) for i in range(0, len(prompts), 4)],
-            }
-            for kind, batches in kinds.items():
-                report(f"{name} {kind}", path, batches, args.rounds)
+        path = trained(Path(scratch), train, args.warm_steps)
+        tokenizer = load_tokenizer(path)
+        prompts = [
+            tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False)
+            for row in held_out[: args.prompts]
+        ]
+        some, fours = {"max_new_tokens": 12}, [prompts[i : i + 4] for i in range(0, len(prompts), 4)]
+        report("quickstart, alone", path, [requests_of([p], 1, **some) for p in prompts], args.rounds)
+        report("quickstart, 1 x 8", path, [requests_of([p], 8, **some) for p in prompts], args.rounds)
+        report("quickstart, 4 x 8", path, [requests_of(four, 8, **some) for four in fours], args.rounds)
+        path = build_model(Path(scratch) / "benchmark")
+        greedy = {"max_new_tokens": 96, "temperature": 0, "ignore_eos": True}
+        for num in (1, 4, 8, 32):
+            batch = requests_of(build_prompts(num, 32, 32), 1, **greedy)
+            report(f"repetitive, {num} rows", path, [batch], args.rounds)
     rlite.shutdown()
 
 

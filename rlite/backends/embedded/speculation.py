@@ -113,7 +113,13 @@ class SuffixIndex:
         for text, end in reversed(family.occurrences.get(tuple(tokens[-NGRAM:]), ())):
             if (length := _match(text, end, tokens)) > longest and end < len(text):
                 best, longest = (text, end), length
-        return [] if best is None else best[0][best[1] : best[1] + min(most, longest)]
+        if best is None:
+            return []
+        text, end = best
+        found = text[end : end + min(most, longest)]
+        if text is tokens:  # a period goes on
+            found += [found[i % len(found)] for i in range(min(most, longest) - len(found))]
+        return found
 
 
 def _family_of(sequence: RunningSequence) -> tuple[int, ...]:

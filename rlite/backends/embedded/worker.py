@@ -153,7 +153,7 @@ class EmbeddedWorker:
         self.vocab_size, self.max_model_len = config.vocab_size, self._plan.max_model_len
         weights.specialise(self.max_model_len)
         if device.type == "cpu" and weights.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-            logger.warning("this processor has no bfloat16 products (avx512_bf16): dtype=float32 generates faster")
+            logger.warning("this processor has no bfloat16 products (avx512_bf16): batches are faster in dtype=float32")
         self._are_weights_here = self._is_routing = False
         self._cache: PagedCache | None = None
         self.load_weights()

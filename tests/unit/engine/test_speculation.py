@@ -138,6 +138,12 @@ def test_siblings_and_the_own_text_propose_what_followed() -> None:
     assert index.find(own, 10) == []
 
 
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
+    index, own = SuffixIndex(), sequence_of([9, 1, 2, 1, 2, 1, 2, 1], [2])
+    index.add(own)
+    assert index.find(own, 6) == [1, 2, 1, 2, 1, 2]
+
+
 def test_texts_of_other_prompts_do_not_propose_and_old_texts_are_forgotten() -> None:
     index = SuffixIndex()
     index.add(sequence_of(list(range(100, 120)), [1, 2, 3, 4, 5]))
@@ -167,7 +173,7 @@ def test_kept_tokens_are_accepted_ones_and_one_more(proposals: list[list[int]], 
 def test_checks_that_do_not_pay_stop_and_are_tried_again() -> None:
     speculator, sequence = Speculator(is_always=False), sequence_of([1, 2, 3, 1, 2, 3, 1, 2, 3], [])
     speculator.add(sequence)
-    assert speculator.propose([sequence]) == [[1, 2, 3]]
+    assert speculator.propose([sequence]) == [[1, 2, 3, 1, 2, 3]]
     for _ in range(30):
         speculator.observe(LONGEST, 0)
     tried = [bool(speculator.propose([sequence])) for _ in range(PROBE)]
