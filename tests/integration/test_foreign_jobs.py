@@ -59,7 +59,8 @@ def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_p
     mark = str(tmp_path)
     program = start(str(EXAMPLES / "torchrun_script.py"), str(broken), "200", **{MARK: mark})
     wait_for((broken / "checkpoint.pt").exists, program)
-    (victim,) = [each for each in processes_with("RANK", "1") if str(broken) in each.cmdline()]
+    own = processes_with(MARK, mark)  # those of other tests may end meanwhile
+    (victim,) = [each for each in processes_with("RANK", "1") if each in own and str(broken) in each.cmdline()]
     os.kill(victim.pid, signal.SIGKILL)
     output = output_of(program)
     assert "job succeeded; restarts of the trainer: 1" in output
