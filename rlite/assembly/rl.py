@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from rlite.algorithms import is_selective
 from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import LearningFacts, RunRecord, run_observers
+from rlite.assembly.observers import LearningFacts, RunRecord, TemplateFile, run_observers
 from rlite.assembly.plans import BatchPlan
 from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
@@ -233,7 +233,8 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     equal_rewards = options.equal_rewards
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
     alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
-    return [usage, record, *own, alarms, LearningFacts(equal_rewards)]
+    template = TemplateFile(options.train_data.chat_template)
+    return [usage, record, *own, alarms, LearningFacts(equal_rewards), template]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
@@ -258,7 +259,7 @@ def read_prompts(
     else:
         parts = {name: read_source(source, "prompts") for name, source in sources.items()}
         rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
-    tests = held_out_sources(test_data, data.columns, data.system_prompt)
+    tests = held_out_sources(test_data, data.columns, data.system_prompt, data.map)
     return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}
 
 

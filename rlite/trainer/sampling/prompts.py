@@ -131,6 +131,7 @@ def blamed(sampler: PromptSampler, method: str) -> Iterator[None]:
 
     Raises:
         CallbackError: the sampler's own code raised an exception.
+        RliteError: it raised an error of rlite, which says what is wrong.
     """
     try:
         yield

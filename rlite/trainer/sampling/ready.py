@@ -91,8 +91,8 @@ class CurriculumSampler(WeightedSampler):
 class IntermediateSampler(WeightedSampler):
     """Prefers rows that the model solves sometimes: only their groups have rewards that differ.
 
-    The weight of a row is 4 p (1 - p) + floor, where p is the row's mean reward between `low` and `high`. A row that was
-    not asked yet has the weight 1, the highest. p is a moving average over the times that the row was asked.
+    The weight of a row is 4 p (1 - p) + floor, where p is the row's mean reward between `low` and `high`. A row that
+    was not asked yet has the weight 1. p is a moving average over the times that the row was asked.
 
     Args:
         low: reward of a failure.

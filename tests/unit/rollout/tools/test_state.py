@@ -123,7 +123,7 @@ def test_failures_of_tools_are_results_and_the_state_is_closed() -> None:
 
 def test_a_tool_that_hangs_costs_its_own_episode_alone() -> None:
     began = time.monotonic()
-    with pytest.raises(EnvironmentFailure, match="more than 0.2 s"):  # report() waits behind it
+    with pytest.raises(EnvironmentFailure, match="more than"):  # report() waits behind it
         run([call("hang", '{"seconds": 2}'), "ok"], tools=[hang], tool_timeout=0.2)
     assert time.monotonic() - began < 1.5
 
