@@ -88,7 +88,7 @@ def test_a_sound_workflow_passes() -> None:
     [
         ("flat", "rewards", "have the reward 0.5, whatever was answered"),
         ("leaks", "state", "the reward is another"),
-        ("fails", "episodes", "1 of 5 failed: RewardRaised"),
+        ("fails", "episodes", "2 of 5 failed: RewardRaised"),
         ("with_tools", "loading", "'undocumented' has no schema"),
         ("nothing", "loading", "has no 'nothing'"),
     ],
