@@ -25,7 +25,7 @@ from rlite.assembly.commands.options import QuickstartConfig
 from rlite.assembly.quickstart.run import MAX_LENGTH, MAX_NEW_TOKENS, build_tiny_qwen3, problems, warm_start
 
 SAMPLERS, SEEDS = ("uniform", "intermediate"), (0, 1, 2)
-NUM_ROWS, NUM_PROMPTS, GROUP_SIZE, STEPS, TEST_FREQ = 512, 16, 8, 48, 6
+NUM_ROWS, NUM_PROMPTS, GROUP_SIZE, STEPS, TEST_FREQ = 512, 16, 8, 24, 3
 
 
 def is_right(prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], answer: str) -> float:
@@ -36,7 +36,7 @@ def is_right(prompt: str, completions: str, prompt_ids: list[int], completion_id
 def run(folder: Path, sampler: str, seed: int, train: Sequence[object], held_out: Sequence[object]) -> None:
     """Make one run, or nothing if it has ended before."""
     options = {
-        "actor": {"lr": 3e-4, "weight_decay": 0.0, "gradient_checkpointing": False},
+        "actor": {"lr": 5e-5, "weight_decay": 0.0, "gradient_checkpointing": False},
         "train_data": {"prompts_per_rollout": NUM_PROMPTS, "responses_per_prompt": GROUP_SIZE},
         "train_data.sampler.name": sampler,
         "rollout": {"max_model_len": MAX_LENGTH, "dynamic_filtering": False},

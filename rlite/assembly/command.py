@@ -51,7 +51,7 @@ def check_named_files(options: Options) -> None:
             check_file(value, f"{key}={value}")
         elif name == "map":
             find_function(value, f"{key}={value}")
-        elif name == "chat_template":
+        elif name == "chat_template_path":
             check_file(value, f"{key}={value}")
         elif name == "path" and "reward" in groups:
             find_reward(value, f"reward.path={value}")

@@ -233,7 +233,7 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     equal_rewards = options.equal_rewards
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
     alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
-    template = TemplateFile(options.train_data.chat_template)
+    template = TemplateFile(options.train_data.chat_template_path)
     return [usage, record, *own, alarms, LearningFacts(equal_rewards), template]
 
 

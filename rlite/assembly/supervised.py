@@ -42,7 +42,7 @@ def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | 
         UsageReport(trainer.engine, repeated),
         *filter(None, [record]),
         *own,
-        TemplateFile(trainer.options.data.chat_template),
+        TemplateFile(trainer.options.data.chat_template_path),
     ]
 
 
@@ -110,7 +110,7 @@ def read_tokens(
         kind: what the rows are for.
         given: rows of a program, in place of those of the paths.
     """
-    tokenizer = with_template(load_tokenizer(model_name), data.chat_template, "data.chat_template")
+    tokenizer = with_template(load_tokenizer(model_name), data.chat_template_path, "data.chat_template_path")
     ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     turns = {"last_turn_only": True} if data.last_turn_only else {}

@@ -189,7 +189,7 @@ class RunWorkflows:
             make = environment_workflow(rollout.env_path, **rollout.process_options)
             make = partial(make, max_turns=rollout.max_turns, max_length=self.context_limit)
         tokenizer: Any = load_tokenizer(options.actor.model_name)
-        tokenizer = with_template(tokenizer, options.train_data.chat_template, "train_data.chat_template")
+        tokenizer = with_template(tokenizer, options.train_data.chat_template_path, "train_data.chat_template_path")
         if template_options:
             check_template_options(tokenizer, template_options, OPTIONS_KEY)
             make = partial(_taking_options(make), chat_template_options=template_options)

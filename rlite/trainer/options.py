@@ -56,7 +56,7 @@ class SingleTableOptions(Options):
     {prompt: data.question}; null hides a column"""
     map: str | None = None
     """file.py:function that takes a row as the table has it, and returns the row to read, before columns are renamed"""
-    chat_template: str | None = None
+    chat_template_path: str | None = None
     """file of a chat template (Jinja) in place of the tokenizer's own; latest/ gets it, too"""
     system_prompt: str | None = None
     """system message before conversations that do not begin with one"""

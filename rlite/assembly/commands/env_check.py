@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from rlite import config
 from rlite.assembly.commands.doctor import Finding
 from rlite.assembly.commands.env_options import EnvConfig
-from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.assembly.quickstart.run import CHATML, TURN_END, byte_tokenizer
 from rlite.data.chat.template import with_template
 from rlite.data.packs import check_has, check_trajectory, first_rows
 from rlite.data.rows import check_prompts, read_source
@@ -37,7 +37,7 @@ TOOLS = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
 )
 """shows tools before ChatML's messages"""
-CALLS = "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>"
+CALLS = "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
 TEXTS = ("", "yes", "0", "A", "I do not know.", "[1]", "{}", "left")
 """answers of a model that knows nothing"""
 EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
@@ -98,9 +98,9 @@ def tokenizer_of(options: EnvConfig) -> Any:
         tokenizer = load_tokenizer(options.model)
     else:
         tokenizer = byte_tokenizer()
-        chatml = tokenizer.chat_template.replace("{{ message['content'] }}<|im_end|>", "{{ message.content }}" + CALLS)
+        chatml = CHATML.replace("{{ message['content'] }}<|im_end|>", "{{ message.content }}" + CALLS + TURN_END)
         tokenizer.chat_template = TOOLS + chatml
-    return with_template(tokenizer, options.data.chat_template, "data.chat_template")
+    return with_template(tokenizer, options.data.chat_template_path, "data.chat_template_path")
 
 
 def find_workflow(options: EnvConfig, tokenizer: Any) -> RolloutWorkflow:

@@ -210,7 +210,7 @@ class EvaluationRequest:
         """
         data = self.options.data
         tokenizer, own = load_tokenizer(folder), data.chat_template_options
-        tokenizer = with_template(tokenizer, data.chat_template, "data.chat_template")
+        tokenizer = with_template(tokenizer, data.chat_template_path, "data.chat_template_path")
         if own:
             check_template_options(tokenizer, own, "data.chat_template_options")
         return tokenizer
@@ -388,7 +388,7 @@ def read_generated(
     default = SamplingOptions(temperature=0.0, max_new_tokens=max_new_tokens)
     for name, source in held_out_sources(sets, data.columns, data.system_prompt, data.map).items():
         own, key = sets[name], key_of(name)
-        tokenizer = with_template(load_tokenizer(model_name), data.chat_template, "data.chat_template")
+        tokenizer = with_template(load_tokenizer(model_name), data.chat_template_path, "data.chat_template_path")
         rows = read_source(given.source(source), "prompts")[: own.limit]
         sampling = own.sampling.completed_by(default).gconfig()
         workflow: RolloutWorkflow

@@ -124,11 +124,11 @@ def test_a_registered_format_goes_before_the_others() -> None:
 def test_a_chat_template_by_path_replaces_the_tokenizers_own(tmp_path: Path) -> None:
     file = tmp_path / "plain.jinja"
     file.write_text("{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}")
-    tokenizer = with_template(byte_tokenizer(), str(file), "data.chat_template")
+    tokenizer = with_template(byte_tokenizer(), str(file), "data.chat_template_path")
     rendered = ChatTemplate(tokenizer, {}).render([{"role": "user", "content": "hi"}], add_generation_prompt=False)
     assert rendered == "[user] hi\n"
-    with pytest.raises(ConfigError, match=r"data\.chat_template=nowhere\.jinja"):
-        with_template(byte_tokenizer(), "nowhere.jinja", "data.chat_template")
+    with pytest.raises(ConfigError, match=r"data\.chat_template_path=nowhere\.jinja"):
+        with_template(byte_tokenizer(), "nowhere.jinja", "data.chat_template_path")
 
 
 def test_columns_of_a_program_are_rows() -> None:
