@@ -80,13 +80,3 @@ def test_a_resumed_run_draws_the_same_prompts(model: Path, tmp_path: Path) -> No
     asked = [number for chosen in whole.chosen for number in chosen]
     assert [result.number for result in whole.results] == asked[: len(whole.results)], "in the order of the items"
     assert any(len(set(result.rewards)) == 1 for result in whole.results), "a group that is filtered is observed, too"
-
-
-@pytest.mark.slow
-def test_rollouts_that_run_ahead_tell_the_sampler_their_rows(model: Path, tmp_path: Path) -> None:
-    sampler = Noting()
-    train(model, tmp_path, sampler, **{"rollout.max_head_offpolicyness": 1, "num_devices": 2})
-    asked = {number for chosen in sampler.chosen for number in chosen}
-    assert sampler.results
-    assert {result.number for result in sampler.results} <= asked
-    assert all(len(result.rewards) == 3 for result in sampler.results)

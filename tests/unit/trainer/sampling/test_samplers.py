@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.rows import Rows, prompt_stream
 from rlite.errors import CallbackError, CheckpointError, ConfigError, DataError
+from rlite.rollout import CollectorOptions, RewardFunction, RolloutCollector, ScriptedEngine, SingleTurnWorkflow
 from rlite.trainer.callbacks import Callback
+from rlite.trainer.rl.filtering import VariedGroups
 from rlite.trainer.rl.options import PromptOptions
 from rlite.trainer.sampling import CurriculumSampler, IntermediateSampler, PromptResult, PromptSampler
 from rlite.trainer.sampling.prompts import ROW, SampledPrompts, results_of, sampled
@@ -145,3 +149,32 @@ def test_options_of_samplers_are_checked_before_a_run(options: dict[str, Any], e
 def test_two_samplers_are_refused() -> None:
     with pytest.raises(ConfigError, match="several samplers"):
         sampled([Broken(), IntermediateSampler()], Rows(ROWS), prompt_stream(ROWS, 2, 0), 2, 0)
+
+
+def test_groups_that_run_ahead_tell_their_rows_also_if_they_are_refused() -> None:
+    seen: list[set[str]] = []
+
+    def reward(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> float:
+        seen.append({*row})
+        return float(row["level"] % 2 and completion_ids[0] == 1)
+
+    engine = ScriptedEngine([[1], [2]])
+    workflow = SingleTurnWorkflow(RewardFunction(reward, in_process=True), {"max_new_tokens": 4}, byte_tokenizer())
+    stream = stream_of(IntermediateSampler())
+    generated = stream.generated()
+    varied = VariedGroups(2, partial(generated.add, is_one_group=True))
+    collector = RolloutCollector(engine, CollectorOptions(max_head_offpolicyness=1, is_filter_bounded=True))
+    numbered = stream.numbered(workflow)
+    for version in range(1, 4):
+        batch = collector.prepare_batch(stream, numbered, should_accept=varied, group_size=2)
+        generated.add(batch)
+        assert batch[ROW].shape == batch["group_ids"].shape
+        engine.set_version(version)
+        collector.version_changed()
+    collector.close()
+    stream.next(1)  # observes
+    observed = stream.sampler.success  # type: ignore[attr-defined]
+    assert len(observed) >= 4
+    for number, success in observed.items():
+        assert success == 0 if ROWS[number]["level"] % 2 == 0 else 0 <= success <= 1
+    assert all(ROW not in columns for columns in seen), "rewards do not see the number"
