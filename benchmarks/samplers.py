@@ -3,10 +3,10 @@
     python -m benchmarks.samplers            about a quarter of an hour on two free cores
     python -m benchmarks.samplers --draw     only the picture and the table of runs that are there
 
-A small model learns by imitation to spell short words backwards, then by Dr. GRPO to spell a table of 128 words, each of
-which is asked three times on average. At first it solves most short words always and most long ones never. Each sampler
-has three runs with different seeds, equal in everything else, without dynamic filtering: each step generates 16 x 8
-answers. The held-out accuracy is drawn over the tokens that were generated, with standard errors over the seeds.
+A small model learns by imitation to spell short words backwards, then by Dr. GRPO to spell a table of 128 words, each
+of which is asked three times on average. Each sampler has three runs with different seeds, equal in everything else,
+without dynamic filtering: each step generates 16 x 8 answers. The held-out accuracy is drawn over the tokens that were
+generated, with standard errors over the seeds.
 """
 
 from __future__ import annotations
