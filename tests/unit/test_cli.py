@@ -204,7 +204,12 @@ MISSING = {
     ("sft", *ROWS, "test_data.held.path=held.parquet"): "test_data.held.path=held.parquet: no such file",
     ("ppo", *HERE, "reward.path=mine.py:f"): "reward.path=mine.py:f: no such file in",
     ("ppo", *HERE, "reward.path=my.py:g"): "reward.path=my.py:g: my.py has no 'g'; known: f",
-    ("ppo", *HERE, "train_data.map=my.py:g"): "train_data.map=my.py:g: my.py has no 'g'; known: f",
+    (
+        "ppo",
+        *HERE,
+        "reward.path=my.py:f",
+        "train_data.map=my.py:g",
+    ): "train_data.map=my.py:g: my.py has no 'g'; known: f",
     ("sft", *ROWS, "data.chat_template_path=no.jinja"): "data.chat_template_path=no.jinja: no such file",
     ("ppo", *HERE, "reward.path=my.py"): "reward.path=my.py: expected the function's name behind it",
     (

@@ -138,7 +138,16 @@ def rows_of(options: EnvConfig, workflow: RolloutWorkflow) -> list[dict[str, Any
 def play(
     options: EnvConfig, workflow: RolloutWorkflow, tokenizer: Any, rows: Sequence[Any], row: int, script: int
 ) -> Played:
-    """Return one episode of a row, in which the model answers by a script."""
+    """Return one episode of a row, in which the model answers by a script.
+
+    Args:
+        options: time-out, and answers to try first.
+        workflow: runs the episode.
+        tokenizer: makes tokens of the answers.
+        rows: all rows.
+        row: number of the row.
+        script: number of the script.
+    """
     texts = script_of(options, workflow, rows[row], script)
     turns = itertools.count()
 
@@ -164,7 +173,14 @@ def play(
 
 
 def script_of(options: EnvConfig, workflow: RolloutWorkflow, row: Mapping[str, Any], script: int) -> list[str]:
-    """Return the texts of the turns of an episode; the last one is repeated."""
+    """Return the texts of the turns of an episode; the last one is repeated.
+
+    Args:
+        options: answers to try first.
+        workflow: its tools are called, if it has some.
+        row: its texts are tried, too.
+        script: number of the script, which chooses the text of the first turn, or after a call of a tool.
+    """
     own = [value for value in row.values() if isinstance(value, str) and value]
     known = [*options.answers, *map(str, (row.get(name) for name in ("answer", "solution") if name in row)), *own]
     texts = [*dict.fromkeys([*known, *TEXTS])]
