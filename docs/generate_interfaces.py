@@ -34,6 +34,7 @@ MODULES = {
     "rlite.trainer.dpo": "Preference training.",
     "rlite.trainer.ppo": "Reinforcement learning.",
     "rlite.trainer.callbacks": "Callbacks of the trainers.",
+    "rlite.trainer.sampling": "Samplers of prompts.",
     "rlite.viewer": "A run as DataFrames.",
     "rlite.control": "The control plane.",
     "rlite.errors": "The error tree.",

@@ -22,7 +22,7 @@ from rlite.config import Options
 from rlite.data.readers.tables import check_exists
 from rlite.errors import ConfigError, DataError, RliteError, why_not_written
 from rlite.help import help_topic
-from rlite.imports import check_file
+from rlite.imports import check_file, find_function
 from rlite.nn.options import model_folder
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import record
@@ -48,6 +48,10 @@ def check_named_files(options: Options) -> None:
         if name in OF_MODELS and (name == "model_name" or not Path(value).expanduser().is_dir()):
             model_folder(value)  # the other keys may name the folder of a run
         elif name == "env_path":
+            check_file(value, f"{key}={value}")
+        elif name == "map":
+            find_function(value, f"{key}={value}")
+        elif name == "chat_template_path":
             check_file(value, f"{key}={value}")
         elif name == "path" and "reward" in groups:
             find_reward(value, f"reward.path={value}")

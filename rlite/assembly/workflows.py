@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from rlite.data.chat.ends import EscapingTokenizer
-from rlite.data.chat.template import check_template_options
+from rlite.data.chat.template import check_template_options, with_template
 from rlite.data.rows import check_prompts, stream_of
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_tokenizer
@@ -189,6 +189,7 @@ class RunWorkflows:
             make = environment_workflow(rollout.env_path, **rollout.process_options)
             make = partial(make, max_turns=rollout.max_turns, max_length=self.context_limit)
         tokenizer: Any = load_tokenizer(options.actor.model_name)
+        tokenizer = with_template(tokenizer, options.train_data.chat_template_path, "train_data.chat_template_path")
         if template_options:
             check_template_options(tokenizer, template_options, OPTIONS_KEY)
             make = partial(_taking_options(make), chat_template_options=template_options)

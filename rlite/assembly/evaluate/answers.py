@@ -30,7 +30,7 @@ from rlite import config
 from rlite.assembly.commands.generate import check_writes, model_folder
 from rlite.assembly.evaluate.options import EvalConfig
 from rlite.assembly.workflows import own_rewards
-from rlite.data.chat.template import check_template_options
+from rlite.data.chat.template import check_template_options, with_template
 from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
 from rlite.evaluation.episodes import run_episodes, serving_engine
@@ -208,7 +208,9 @@ class EvaluationRequest:
             CheckpointError: the tokenizer is unusable.
             ConfigError: the checkpoint has no tokenizer, or no chat template for the options.
         """
-        tokenizer, own = load_tokenizer(folder), self.options.data.chat_template_options
+        data = self.options.data
+        tokenizer, own = load_tokenizer(folder), data.chat_template_options
+        tokenizer = with_template(tokenizer, data.chat_template_path, "data.chat_template_path")
         if own:
             check_template_options(tokenizer, own, "data.chat_template_options")
         return tokenizer
@@ -384,8 +386,9 @@ def read_generated(
     """
     found: dict[str, EvaluationSet] = {}
     default = SamplingOptions(temperature=0.0, max_new_tokens=max_new_tokens)
-    for name, source in held_out_sources(sets, data.columns, data.system_prompt).items():
-        own, key, tokenizer = sets[name], key_of(name), load_tokenizer(model_name)
+    for name, source in held_out_sources(sets, data.columns, data.system_prompt, data.map).items():
+        own, key = sets[name], key_of(name)
+        tokenizer = with_template(load_tokenizer(model_name), data.chat_template_path, "data.chat_template_path")
         rows = read_source(given.source(source), "prompts")[: own.limit]
         sampling = own.sampling.completed_by(default).gconfig()
         workflow: RolloutWorkflow

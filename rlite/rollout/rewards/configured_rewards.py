@@ -150,7 +150,7 @@ class ChosenReward(NamedTuple):
         fn, options = self.adapted.fn, self.options
         if is_part and isinstance(fn, TrlReward):
             fn = dataclasses.replace(fn, is_part=True)
-        own = {name: value for name, value in options if name not in ("path", "weight", "processes")}
+        own = {name: value for name, value in options if name not in ("path", "weight", "options", "processes")}
         return RewardFunction(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
 
 
@@ -199,9 +199,24 @@ class ChosenRewards:
         return WeightedRewards(parts)
 
 
+def _with_options(fn: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Return a reward function with some of its keyword arguments.
+
+    Raises:
+        ConfigError: the function has no such argument.
+    """
+    signature = signature_of(fn)
+    for option in () if takes_all(signature) else options:
+        if option not in signature.parameters:
+            raise ConfigError(f"{key}.options.{option}: {did_you_mean(option, signature.parameters)}")
+    return functools.partial(fn, **options)
+
+
 def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, key: str) -> ChosenReward:
     what = f"{key}.path={options.path}"
     found = find_reward(options.path, what) if given is None else given
+    if options.options and not isinstance(found, RewardFunction):
+        found = _with_options(found, options.options, key)
     if not isinstance(found, RewardFunction):
         return ChosenReward(name, what, options, None, adapt(found, what))
     if options.changed:

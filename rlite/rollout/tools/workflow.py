@@ -19,11 +19,13 @@ from rlite.data.chat.forms import Message
 from rlite.data.chat.stops import without_end
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer, has_chat_template
 from rlite.data.prompts import raw_tokens
+from rlite.data.rows import PROMPT_KEYS
 from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.tools import formats
+from rlite.rollout.tools.state import EpisodeState, MakeState, episode_state
 from rlite.rollout.tools.toolbox import Toolbox
 from rlite.rollout.workflow import reward_arguments
 from rlite.runtime.sandbox.calls import SandboxError
@@ -186,6 +188,11 @@ class ToolUseWorkflow(ConversationWorkflow):
             the chat template teaches.
         max_length: see `ConversationWorkflow`.
         tool_env_vars: names of environment variables that the processes of tools get as well (see RewardFunction).
+        state: makes the state of an episode from a copy of its row: a class, or a function that may be async. Tools get
+            it as their first parameter, `state` or `self`. Its methods are optional: `prompt()` returns the first
+            messages or text of the user, so that a row needs no prompt; `report()` a dict of plain values that the
+            reward receives as further arguments; `close()` ends it, also after a failure. `tool_timeout` holds for each
+            call.
         **options: see `ConversationOptions`.
 
     Raises:
@@ -203,9 +210,12 @@ class ToolUseWorkflow(ConversationWorkflow):
         tool_format: str | formats.ToolCallFormat | None = None,
         max_length: int | None = None,
         tool_env_vars: Sequence[str] = (),
+        state: MakeState | None = None,
         **options: Unpack[ConversationOptions],
     ) -> None:
-        self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars)
+        self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars, has_state=state is not None)
+        self.make_state, self.tool_timeout = state, tool_timeout
+        self.needs_prompt = not hasattr(state, "prompt")
         template_options = options.get("chat_template_options") or {}
         options["chat_template_options"] = {**template_options, "tools": self.toolbox.schemas}
         super().__init__(gconfig, tokenizer, max_turns, max_length, **options)
@@ -214,6 +224,11 @@ class ToolUseWorkflow(ConversationWorkflow):
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         """Return the trajectory of an episode: ask and call tools until the model calls none."""
+        async with episode_state(self.make_state, data, self.tool_timeout) as state:
+            return await self._run(engine, data, state)
+
+    async def _run(self, engine: AsyncInference, data: dict[str, Any], state: EpisodeState | None) -> TensorDict:
+        data = data if state is None else await _with_prompt(data, state)
         conversation = self.begin(data)
         self._check_shown(conversation)
         num_calls = num_errors = 0
@@ -230,7 +245,7 @@ class ToolUseWorkflow(ConversationWorkflow):
                 break
             asked = formats.numbered(calls, numbers)
             answer = {**answer, "tool_calls": asked} if calls else answer
-            results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
+            results = await asyncio.gather(*(self.toolbox.call(call, state) for call in calls))
             num_calls += len(calls) + len(malformed)
             num_errors += sum(result.is_error for result in results) + len(malformed)
             said = [
@@ -242,7 +257,7 @@ class ToolUseWorkflow(ConversationWorkflow):
         prompt, written = first.input_tokens, last.output_tokens
         arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
         arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
-        reward = await self.reward_fn(**arguments)
+        reward = await self.reward_fn(**(arguments if state is None else arguments | await state.report()))
         return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
 
     def _refusal(self, malformed: Sequence[str], numbers: Iterator[int] | None) -> list[Message]:
@@ -262,3 +277,13 @@ class ToolUseWorkflow(ConversationWorkflow):
         hidden = [name for name in self.toolbox.names if name not in conversation.prompt]
         if hidden:
             raise ConfigError(f"the model's chat template does not show the tools {', '.join(hidden)}")
+
+
+async def _with_prompt(data: dict[str, Any], state: EpisodeState) -> dict[str, Any]:
+    """Return an item whose prompt is that of the state, if it has one."""
+    prompt = await state.ask("prompt")
+    if prompt is None:
+        return data
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    others = {name: value for name, value in data.items() if name not in PROMPT_KEYS}
+    return {**others, "messages": messages}
