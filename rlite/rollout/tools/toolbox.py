@@ -85,6 +85,9 @@ class Toolbox:
         ConfigError: an entry is not a tool, or a name occurs twice.
     """
 
+    is_done = False
+    """a call of a tool ends no episode"""
+
     def __init__(self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = ()) -> None:
         found = [Tool.of(tool) for tool in tools]
         self.names = [tool.name for tool in found]
