@@ -1,0 +1,110 @@
+"""Calls of a verifiers environment in sandbox processes. No torch here; verifiers is imported in these processes."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+from array import array
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+KEY = "RLITE_EPISODE_KEY"
+"""environment variable that has the token of an episode, inside of its process"""
+_LOADED: dict[str, Any] = {}
+
+
+class VerifiersFunction:
+    """An environment of verifiers: `check` loads it, `run` plays one episode. It is loaded once in each process.
+
+    Args:
+        config: verifiers' config of the environment, as `[env]` in its files.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        importlib.import_module("verifiers.v1")  # beforehand, because it takes longer than a call
+
+    async def __call__(self, method: str, **arguments: Any) -> Any:
+        """Return the number of tasks (None: endless) and the prompt of the first one, or the end of an episode."""
+        env = _environment(repr(sorted(self.config.items())), self)
+        if method == "check":
+            task = env.task(0)
+            return [env.num_tasks, str(task.data.prompt or "")]
+        return await env.run(**arguments)
+
+
+@cache
+def _environment(key: str, function: VerifiersFunction) -> LoadedEnvironment:
+    return LoadedEnvironment(function.config)
+
+
+class LoadedEnvironment:
+    """An environment in this process.
+
+    Args:
+        config: as of `VerifiersFunction`. A taskset id that ends with .py is a file.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        taskset = dict(config["taskset"])
+        if (file := Path(taskset["id"])).suffix == ".py":
+            sys.path.insert(0, str(file.absolute().parent))
+            taskset["id"] = file.stem
+        self.env = loaders.load_environment(loaders.resolve_env_config({**config, "taskset": taskset}))
+        self._tasks: list[Any] = []
+        self._left = iter(self.env.taskset)
+        self.num_tasks = None
+        if self.env.taskset.bounded:
+            self._tasks = list(self._left)
+            self.num_tasks = len(self._tasks)
+
+    def task(self, index: int) -> Any:
+        """Return a task by its place; places beyond the last one begin anew."""
+        if self.num_tasks is None:
+            self._tasks += itertools.islice(self._left, max(index + 1 - len(self._tasks), 0))
+        return self._tasks[index % len(self._tasks)]
+
+    async def run(
+        self, index: int, model: str, client: Mapping[str, Any], key: str, sampling: Mapping[str, Any]
+    ) -> Any:
+        """Play one episode.
+
+        Args:
+            index: place of the task.
+            model: name of the model.
+            client: verifiers' config of the client: the address of the engine, and the renderer.
+            key: token of the episode.
+            sampling: sampling parameters.
+
+        Returns:
+            The errors of the episode, and for each trace its reward, its rewards by name, its errors, whether it is
+            trained on, and the tokens of its branches.
+        """
+        vf, clients = (importlib.import_module(f"verifiers.v1{name}") for name in ("", ".configs.client"))
+        os.environ[KEY] = key
+        config = clients.TrainClientConfig(type="train", api_key_var=KEY, **client)
+        context = vf.ModelContext(model, client=config, sampling=vf.SamplingConfig(**sampling))
+        async with self.env.serving():
+            [slot] = self.env.slots(self.task(index), n=1)
+            episode = await self.env.run_slot(slot, context)
+        return [_errors(episode), [_trace(trace) for trace in episode.traces]]
+
+
+def _errors(source: Any) -> list[str]:
+    """Return the errors of an episode or a trace that has not succeeded, the last one first."""
+    told = [f"{error.type}: {error.message}"[:2000] for error in source.errors[::-1]]
+    return [] if source.ok else told or ["it has not succeeded, and names no error"]
+
+
+def _trace(trace: Any) -> Any:
+    rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+    branches = [array("I", branch.token_ids).tobytes() for branch in trace.branches]
+    return [float(trace.reward), rewards, _errors(trace), bool(trace.agent.trainable), branches]
