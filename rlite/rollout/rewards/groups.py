@@ -4,22 +4,68 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlite.rollout.episode import Episode, current_episode
 from rlite.rollout.rewards.function import RewardFunction
 
+Row = dict[str, Any]
+"""keyword arguments of a call"""
+
 
 @dataclass(eq=False)
 class _Gathered:
-    """Calls of the episodes of one group."""
+    """Calls of the episodes of one group, by the number of the episode."""
 
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """keyword arguments of the latest call of each episode, by the number of the episode"""
+    rows: dict[int, Row] = field(default_factory=dict)
+    """the latest call of each episode"""
     waiting: dict[int, asyncio.Future[float]] = field(default_factory=dict)
-    """rewards that episodes wait for, by the number of the episode"""
+    """rewards that episodes wait for"""
+
+
+class Gathering:
+    """Gathers the calls of the episodes of a group. An episode without siblings is scored alone.
+
+    Args:
+        score: returns the rewards of calls, which are in the order of their episodes.
+    """
+
+    def __init__(self, score: Callable[[Sequence[Row]], Awaitable[Sequence[float]]]) -> None:
+        self._score = score
+        self._groups: weakref.WeakKeyDictionary[Episode, _Gathered] = weakref.WeakKeyDictionary()
+
+    async def result(self, row: Row) -> float:
+        """Return the reward of one call, as soon as all siblings of the current episode have made theirs."""
+        episode = current_episode()
+        siblings: Sequence[Episode] = () if episode is None else episode.siblings
+        if episode is None or len(siblings) < 2:
+            [reward] = await self._score([row])
+            return reward
+        group, number = self._groups.setdefault(siblings[0], _Gathered()), siblings.index(episode)
+        group.rows[number] = row
+        result = group.waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            if len(group.rows) == len(siblings):
+                await self._settle(group)
+            return await result
+        finally:
+            group.waiting.pop(number, None)
+
+    async def _settle(self, group: _Gathered) -> None:
+        """Give all episodes that wait their rewards, or the error: each of them then calls again, or fails for good."""
+        numbers, waiting = sorted(group.rows), dict(group.waiting)
+        try:
+            rewards = await self._score([group.rows[number] for number in numbers])
+        except Exception as error:
+            group.rows.clear()
+            for result in (one for one in waiting.values() if not one.done()):
+                result.set_exception(error)
+            return
+        for number, reward in zip(numbers, rewards, strict=True):
+            if number in waiting and not waiting[number].done():
+                waiting[number].set_result(reward)
 
 
 class GroupReward(RewardFunction):
@@ -35,34 +81,7 @@ class GroupReward(RewardFunction):
 
     def __init__(self, /, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._groups: weakref.WeakKeyDictionary[Episode, _Gathered] = weakref.WeakKeyDictionary()
+        self._gathering = Gathering(self._compute_batch)
 
     async def _compute(self, keywords: dict[str, Any]) -> float:
-        episode = current_episode()
-        siblings: Sequence[Episode] = () if episode is None else episode.siblings
-        if episode is None or len(siblings) < 2:
-            [reward] = await self._compute_batch([keywords])
-            return reward
-        group, number = self._groups.setdefault(siblings[0], _Gathered()), siblings.index(episode)
-        group.rows[number] = keywords
-        reward = group.waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            if len(group.rows) == len(siblings):
-                await self._score(group)
-            return await reward
-        finally:
-            group.waiting.pop(number, None)
-
-    async def _score(self, group: _Gathered) -> None:
-        """Give all episodes that wait their rewards, or the error: each of them then calls again, or fails for good."""
-        numbers, waiting = sorted(group.rows), dict(group.waiting)
-        try:
-            rewards = await self._compute_batch([group.rows[number] for number in numbers])
-        except Exception as error:
-            group.rows.clear()
-            for reward in (one for one in waiting.values() if not one.done()):
-                reward.set_exception(error)
-            return
-        for number, value in zip(numbers, rewards, strict=True):
-            if number in waiting and not waiting[number].done():
-                waiting[number].set_result(value)
+        return await self._gathering.result(keywords)
