@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from rlite.data.chat.forms import Message
 from rlite.errors import ConfigError
 from rlite.rollout.environments.tool_episodes import ToolEpisode, last_user_message
-from rlite.rollout.environments.trl_calls import EnvironmentReward, FactoryFile, TrlFunction, find_factory, tool_names
+from rlite.rollout.environments.trl_calls import EnvironmentReward, FactoryFile, TrlFunction, find_factories, tool_names
 from rlite.rollout.environments.workflow import ProcessOptions, sandboxed
 from rlite.rollout.rewards.adapters import from_trl
 from rlite.rollout.rewards.groups import GroupReward
@@ -37,11 +37,13 @@ class ToolSchemas:
         Raises:
             ConfigError: the environment has no `reset`, or no schema can be derived from one of its methods.
         """
-        environment = find_factory(self.factory, row)()
-        if not callable(getattr(environment, "reset", None)):
-            raise ConfigError(f"{type(environment).__name__} has no method reset(**row)")
-        tools = [Tool.of(getattr(environment, name)) for name in tool_names(type(environment))]
-        return [[dict(tool.schema) for tool in tools], callable(getattr(environment, "get_reward", None))]
+        environments = [factory() for factory in find_factories(self.factory, row)]
+        for environment in environments:
+            if not callable(getattr(environment, "reset", None)):
+                raise ConfigError(f"{type(environment).__name__} has no method reset(**row)")
+        tools = [Tool.of(getattr(one, name)) for one in environments for name in tool_names(type(one))]
+        has_reward = all(callable(getattr(environment, "get_reward", None)) for environment in environments)
+        return [[dict(tool.schema) for tool in tools], has_reward]
 
 
 class TrlEpisode(ToolEpisode):
@@ -124,11 +126,8 @@ class TrlEnvironment:
             own = EnvironmentReward(**{each.name: getattr(plain, each.name) for each in fields(plain)})
             self._reward_fn = GroupReward(own, timeout=timeout, what=f"the rewards of {what}")
 
-    def check(self, row: Mapping[str, Any] | None = None) -> list[str]:
-        """Load the factory in its process. Do not call this method from within an event loop.
-
-        Args:
-            row: names an environment, if there are several.
+    def check(self) -> list[str]:
+        """Load the factories in their process. Do not call this method from within an event loop.
 
         Returns:
             The names of the tools.
@@ -137,7 +136,7 @@ class TrlEnvironment:
             EnvironmentFailure: the factory cannot be loaded, or an environment breaks the contract.
             ConfigError: the environment has neither a reward of its own nor reward functions.
         """
-        schemas, _ = asyncio.run(self._described(row or {}))
+        schemas, _ = asyncio.run(self._described({}))
         return [schema["function"]["name"] for schema in schemas]
 
     @asynccontextmanager
@@ -168,7 +167,9 @@ class TrlEnvironment:
         if name not in self._known:
             schemas, has_reward = await self._schemas_of(_as_pair, row={"environment": name})
             if not has_reward and self._reward_fn is None:
-                raise ConfigError("the environment has no get_reward(), and there are no reward_funcs: give one of them")
+                raise ConfigError(
+                    "the environment has no get_reward(), and there are no reward_funcs: give one of them"
+                )
             self._known[name] = schemas, has_reward
         return self._known[name]
 

@@ -6,7 +6,6 @@ The memory of an episode is the environment, as bytes, with the states of the ra
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +79,10 @@ class TrlFunction:
     async def _reset(self, row: Mapping[str, Any], seed: int | None) -> Any:
         if seed is not None:
             seeded(seed)
-        environment = find_factory(self.factory, row)()
+        factories = find_factories(self.factory, row)
+        if len(factories) > 1:
+            raise ConfigError(f"the row has no environment, which names one of {len(factories)} factories")
+        environment = factories[0]()
         given = {name: value for name, value in row.items() if name != "environment"}
         text = await _awaited(environment.reset(**given))
         if not isinstance(text, str | None):
@@ -89,18 +91,19 @@ class TrlFunction:
         return [pickled(environment), text]
 
 
-def find_factory(factory: Any, row: Mapping[str, Any]) -> Callable[[], Any]:
-    """Return the factory of a row.
+def find_factories(factory: Any, row: Mapping[str, Any]) -> list[Callable[[], Any]]:
+    """Return the factory of a row; if the row has no `environment`, all of them.
 
     Raises:
-        ConfigError: there are several factories, and the row names none of them.
+        ConfigError: the row names a factory that there is not.
     """
     found = factory.load() if isinstance(factory, FactoryFile) else factory
     if not isinstance(found, Mapping):
-        return found
-    if row.get("environment") not in found:
-        raise ConfigError(f"the row has environment={row.get('environment')!r}; expected one of {', '.join(found)}")
-    return found[row["environment"]]
+        return [found]
+    name = row.get("environment")
+    if name is not None and name not in found:
+        raise ConfigError(f"the row has environment={name!r}; expected one of {', '.join(found)}")
+    return list(found.values()) if name is None else [found[name]]
 
 
 async def _awaited(value: Any) -> Any:

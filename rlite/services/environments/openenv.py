@@ -53,7 +53,8 @@ class OpenEnvSession:
             data: parameters of the reset, or the action.
 
         Raises:
-            EnvironmentFailure: the server reports an error, has left, answers too late or in another form.
+            EnvironmentRaised: the server reports an error, or has left. A late answer is an EnvironmentTimeout.
+            EnvironmentInvalid: the answer has another form.
         """
         async with limited(self._name, self._timeout, ENVIRONMENT_ERRORS):
             await self._socket.send_json({"type": kind, "data": dict(data)})
@@ -262,7 +263,9 @@ def from_openenv(trace: Any, reward: float, version: int = 0) -> TensorDict:
         path: list[int] = [leaf]
         while (parent := parents[path[-1]]) is not None:
             path.append(parent)
-        lines.append(_line([turns[number] for number in path[::-1]], [number in untrained for number in path[::-1]], version))
+        lines.append(
+            _line([turns[number] for number in path[::-1]], [number in untrained for number in path[::-1]], version)
+        )
         untrained.difference_update(path)
     lines = [line for line in lines if any(line.loss_mask)]
     if not lines:

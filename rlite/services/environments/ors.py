@@ -51,7 +51,7 @@ class OrsSession:
             missing: returned if the server has no such route; None: that is an error.
 
         Raises:
-            EnvironmentFailure: the server reports an error, has left, or answers too late or in another form.
+            EnvironmentRaised: the server reports an error, or has left. A late answer is an EnvironmentTimeout.
         """
         async with limited(self._name, self._timeout, ENVIRONMENT_ERRORS):
             while True:
@@ -71,7 +71,12 @@ class OrsSession:
         return self._of_events(text, path)
 
     def _of_events(self, text: str, path: str) -> Any:
-        """Return the JSON of a stream of events: the id of the task, parts of the result, and its end."""
+        """Return the JSON of a stream of events: the id of the task, parts of the result, and its end.
+
+        Raises:
+            EnvironmentRaised: an event is an error.
+            EnvironmentInvalid: the parts are no JSON.
+        """
         parts, event = [], ""
         for line in text.splitlines():
             name, _, value = line.partition(": ")

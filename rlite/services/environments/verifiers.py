@@ -131,10 +131,10 @@ class VerifiersEnvironment:
         return num_tasks
 
     async def run(self, **arguments: Any) -> VerifiersEpisode:
-        """Play one episode; the arguments are those of `LoadedEnvironment.run`.
+        """Return the end of one episode; the arguments are those of `LoadedEnvironment.run`.
 
         Raises:
-            EnvironmentFailure: the process failed, or verifiers reports an error.
+            EnvironmentRaised: verifiers reports an error. Other classes of EnvironmentFailure: the process failed.
         """
         episode = await self._ask(VerifiersEpisode.read, method="run", **arguments)
         if episode.failure:
@@ -184,7 +184,7 @@ class VerifiersWorkflow(RolloutWorkflow):
             data: the item, with `task` or `seed`.
 
         Raises:
-            EnvironmentFailure: the episode failed. The message has verifiers' error.
+            EnvironmentRaised: the episode failed. The message has verifiers' error.
             RliteError: the engine's error, if it was the engine that failed.
         """
         index = _index(data)

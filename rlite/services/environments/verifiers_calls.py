@@ -7,14 +7,13 @@ import itertools
 import os
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 KEY = "RLITE_EPISODE_KEY"
 """environment variable that has the token of an episode, inside of its process"""
-_LOADED: dict[str, Any] = {}
 
 
 class VerifiersFunction:
@@ -58,7 +57,7 @@ class LoadedEnvironment:
         if (file := Path(taskset["id"])).suffix == ".py":
             sys.path.insert(0, str(file.absolute().parent))
             taskset["id"] = file.stem
-        self.env = loaders.load_environment(loaders.resolve_env_config({**config, "taskset": taskset}))
+        self.env = loaders.load_environment(_local({**config, "taskset": taskset}, loaders.resolve_env_config))
         self._tasks: list[Any] = []
         self._left = iter(self.env.taskset)
         self.num_tasks = None
@@ -96,6 +95,13 @@ class LoadedEnvironment:
             [slot] = self.env.slots(self.task(index), n=1)
             episode = await self.env.run_slot(slot, context)
         return [_errors(episode), [_trace(trace) for trace in episode.traces]]
+
+
+def _local(config: Mapping[str, Any], resolve: Callable[[Any], Any]) -> Any:
+    """Return the resolved config. Agents whose runtime it does not set run on this machine, and in no cloud."""
+    roles = importlib.import_module("verifiers.v1.configs.agent").agent_config_fields(resolve(config))
+    own = {name: {"runtime": {"type": "subprocess"}, **config.get(name, {})} for name in roles}
+    return resolve({**config, **own})
 
 
 def _errors(source: Any) -> list[str]:
