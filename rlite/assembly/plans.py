@@ -16,7 +16,7 @@ from rlite.evaluation.sets import EvaluationSet
 from rlite.nn.pretrained import end_ids
 from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
-from rlite.rollout.rewards.weighted import has_trl_signature
+from rlite.rollout.rewards.weighted import compares_groups
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.trainer.held_out import HeldOutPromptOptions
@@ -36,7 +36,7 @@ WHERE = {
 REWARD_ARGUMENTS = ("completions", "prompt_ids", "completion_ids")
 """arguments of reward functions that columns of these names do not reach"""
 EQUAL_GROUPS = ("every group is kept", "groups of equal rewards are replaced")
-OF_GROUPS = "functions with TRL's signature get the responses to a prompt in one call"
+OF_GROUPS = "the responses to a prompt are scored in one call"
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def reward_plan(reward: Rewards, rollout: EnvironmentOptions, workflow: RolloutW
     """
     if reward:
         parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in reward.items())
-        is_of_groups = isinstance(workflow, SingleTurnWorkflow) and has_trl_signature(workflow.reward_fn)
+        is_of_groups = isinstance(workflow, SingleTurnWorkflow) and compares_groups(workflow.reward_fn)
         return f"{parts}; {OF_GROUPS}" if is_of_groups else parts
     sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
     return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")

@@ -15,6 +15,9 @@ from typing import Any
 KEY = "RLITE_EPISODE_KEY"
 """environment variable that has the token of an episode, inside of its process"""
 
+USED = ("verifiers.v1.clients.train", "renderers.client", "transformers.models.auto.tokenization_auto")
+"""modules that an episode imports when it begins"""
+
 
 class VerifiersFunction:
     """An environment of verifiers: `check` loads it, `run` plays one episode. It is loaded once in each process.
@@ -28,7 +31,8 @@ class VerifiersFunction:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        importlib.import_module("verifiers.v1")  # beforehand, because it takes longer than a call
+        for name in ("verifiers.v1", *USED):  # beforehand, because they take longer than a call
+            importlib.import_module(name)
 
     async def __call__(self, method: str, **arguments: Any) -> Any:
         """Return the number of tasks (None: endless) and the prompt of the first one, or the end of an episode."""
