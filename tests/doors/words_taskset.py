@@ -1,4 +1,4 @@
-"""A taskset of verifiers: short answers with many letters "e". Its harness asks in its own process, once or in turns."""
+"""A taskset of verifiers: short answers with many letters "e". Its harness asks once, or in several branches."""
 
 from __future__ import annotations
 

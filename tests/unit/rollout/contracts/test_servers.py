@@ -52,7 +52,7 @@ def test_an_error_of_the_server_is_a_failure_with_its_reason() -> None:
 
 def test_a_server_that_is_not_there_is_a_failure_of_the_environment() -> None:
     workflow = GymWorkflow(OpenEnv("http://127.0.0.1:9", action="text", timeout=5.0), SAMPLING, TOKENIZER)
-    with pytest.raises(EnvironmentFailure, match="127.0.0.1:9"):
+    with pytest.raises(EnvironmentFailure, match=r"127\.0\.0\.1:9"):
         asyncio.run(workflow.arun_episode(ScriptedEngine([said("x")]), {"seed": 0}))
 
 
