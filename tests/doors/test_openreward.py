@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +24,9 @@ SAMPLING = {"max_new_tokens": 200}
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     import uvicorn
-    from openreward.environments import Environment, Server, TextBlock, ToolOutput, terminal, tool
-    from pydantic import BaseModel
+    from openreward.environments import Server
 
-    class Answer(BaseModel):
-        text: str
-
-    class Letters(Environment):
-        @classmethod
-        def list_splits(cls) -> list[str]:
-            return ["train", "test"]
-
-        @classmethod
-        def list_tasks(cls, split: str) -> list[dict[str, Any]]:
-            return [{"word": f"{split}{number}"} for number in range(4)]
-
-        def get_prompt(self) -> list[TextBlock]:
-            return [TextBlock(text=f"Say many e, {self.task_spec['word']}.")]
-
-        @terminal
-        def done(self, params: Answer) -> ToolOutput:
-            """End the episode."""
-            return ToolOutput(blocks=[TextBlock(text="end")], reward=self.share(params.text), finished=True)
-
-        @tool
-        def answer(self, params: Answer) -> ToolOutput:
-            """Answer with a text."""
-            return ToolOutput(blocks=[TextBlock(text="seen")], reward=self.share(params.text), finished=True)
-
-        @staticmethod
-        def share(text: str) -> float:
-            return text.count("e") / max(len(text), 1)
-
-    class Ranked(Letters):
-        def score_group(self, candidates: list[Any]) -> list[float]:
-            return [10.0 * place for place in range(len(candidates))]
+    from tests.doors.letters import Letters, Ranked
 
     app = Server([Letters, Ranked]).app
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -95,7 +64,7 @@ def test_a_wrong_call_is_told_to_the_model(server: str) -> None:
 def test_the_scores_of_a_group_are_added(server: str) -> None:
     environment = OrsEnvironment(server, environment="ranked")
     workflow = ToolEnvironmentWorkflow(environment, SAMPLING, TOKENIZER)
-    with RolloutCollector(ScriptedEngine([called("answer", text="e")]), CollectorOptions()) as collector:
+    with closing(RolloutCollector(ScriptedEngine([called("answer", text="e")]), CollectorOptions())) as collector:
         batch = collector.rollout_batch([{"task": 0}], workflow, group_size=3)
     assert batch["rewards"].tolist() == [1.0, 11.0, 21.0]
 

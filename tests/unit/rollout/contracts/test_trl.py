@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_a_tool_that_hangs_costs_its_episode_and_its_process() -> None:
 def test_trls_reward_functions_get_the_environments_of_the_whole_group() -> None:
     environment = TrlEnvironment(Silent, num_words)
     workflow = ToolEnvironmentWorkflow(environment, {"max_new_tokens": 200}, TOKENIZER, max_turns=2)
-    with RolloutCollector(ScriptedEngine([called("say", word="yes")]), CollectorOptions()) as collector:
+    with closing(RolloutCollector(ScriptedEngine([called("say", word="yes")]), CollectorOptions())) as collector:
         batch = collector.rollout_batch([{"prompt": ITEM["prompt"]}], workflow, group_size=2)
     assert batch["rewards"].tolist() == [202.0, 202.0]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def answer_of(request: LLMRequest) -> list[int]:
 def collected(reward: Any, group_size: int = 4, retries: int = 0) -> Any:
     workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(max_new_tokens=8), TOKENIZER)
     options = CollectorOptions(request_retries=retries, seed=3)
-    with RolloutCollector(ScriptedEngine(answer_of), options) as collector:
+    with closing(RolloutCollector(ScriptedEngine(answer_of), options)) as collector:
         return collector.rollout_batch([{"prompt": "p"}, {"prompt": "q"}], workflow, group_size=group_size)
 
 
