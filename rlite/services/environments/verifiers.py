@@ -11,6 +11,7 @@ import importlib.metadata
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from tensordict import TensorDict
@@ -21,6 +22,7 @@ from rlite.rollout.environments.workflow import ProcessOptions, sandboxed
 from rlite.rollout.failures import EnvironmentRaised
 from rlite.rollout.rewards.score import Reward, as_number
 from rlite.rollout.workflow import RolloutWorkflow, of_trajectory
+from rlite.runtime.sandbox.function import SandboxFunction
 from rlite.services.endpoint.endpoint import AgentEndpoint
 from rlite.services.endpoint.recording import Turn
 from rlite.services.endpoint.session import AgentSession
@@ -86,6 +88,10 @@ def _trace(reward: Any, rewards: Any, errors: Any, is_trainable: Any, branches: 
     return Trace(float(reward), numbers, [str(one) for one in errors], is_trainable is True, lines)  # type: ignore[arg-type]
 
 
+def _same(answer: Any) -> Any:
+    return answer
+
+
 class VerifiersEnvironment:
     """An environment of verifiers 0.4 or newer, whose episodes run in processes that can be killed.
 
@@ -114,8 +120,9 @@ class VerifiersEnvironment:
         if not isinstance(config.get("taskset"), Mapping) or not config["taskset"].get("id"):
             raise ConfigError(f"verifiers environment {config}: expected taskset.id, the id of a taskset")
         self.name = f"the verifiers environment {config['taskset']['id']}"
-        self.renderer = renderer
-        self._ask = sandboxed(VerifiersFunction(config), timeout, what=self.name, **options).ask
+        self._config, self._renderer = config, dict(renderer) if renderer else None
+        self._sandboxed = partial(sandboxed, timeout=timeout, what=self.name, **options)
+        self._functions: dict[str, SandboxFunction] = {}
 
     def check(self) -> int | None:
         """Load the environment in its process. Do not call this method from within an event loop.
@@ -127,16 +134,23 @@ class VerifiersEnvironment:
             EnvironmentFailure: it cannot be loaded.
             ConfigError: it has no tasks.
         """
-        num_tasks, _ = asyncio.run(self._ask(lambda answer: answer, method="check"))
+        num_tasks, _ = asyncio.run(self._sandboxed(VerifiersFunction(self._config)).ask(_same, method="check"))
         return num_tasks
 
-    async def run(self, **arguments: Any) -> VerifiersEpisode:
-        """Return the end of one episode; the arguments are those of `LoadedEnvironment.run`.
+    async def run(self, folder: str, **arguments: Any) -> VerifiersEpisode:
+        """Return the end of one episode.
+
+        Args:
+            folder: the tokenizer's.
+            **arguments: those of `LoadedEnvironment.run` but the renderer.
 
         Raises:
             EnvironmentRaised: verifiers reports an error. Other classes of EnvironmentFailure: the process failed.
         """
-        episode = await self._ask(VerifiersEpisode.read, method="run", **arguments)
+        if folder not in self._functions:
+            renderer = {"renderer_model_name": folder, "renderer": self._renderer}
+            self._functions[folder] = self._sandboxed(VerifiersFunction(self._config, renderer))
+        episode = await self._functions[folder].ask(VerifiersEpisode.read, method="run", **arguments)
         if episode.failure:
             raise EnvironmentRaised(f"{self.name}: {episode.failure}")
         return episode
@@ -193,12 +207,10 @@ class VerifiersWorkflow(RolloutWorkflow):
         folder = getattr(self.tokenizer, "name_or_path", "")
         try:
             async with self._endpoint.serving(session) as access:
-                client = {"base_url": access.base_url, "renderer_model_name": folder}
-                client |= {"renderer": dict(self.environment.renderer)} if self.environment.renderer else {}
                 sampling = {"max_tokens": self.gconfig.max_new_tokens, "temperature": self.gconfig.temperature}
-                asked = {"index": index, "model": access.model, "key": access.api_key}
+                asked = {"index": index, "model": access.model, "base_url": access.base_url, "key": access.api_key}
                 try:
-                    episode = await self.environment.run(**asked, client=client, sampling=sampling)
+                    episode = await self.environment.run(folder, **asked, sampling=sampling)
                 finally:
                     await session.close()
         except EnvironmentRaised as error:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import itertools
 import os
 import sys
 from array import array
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 KEY = "RLITE_EPISODE_KEY"
 """environment variable that has the token of an episode, inside of its process"""
 
+_LOADED: dict[str, LoadedEnvironment] = {}
+"""environments of this process by their config; functions of equal configs share one"""
 USED = ("verifiers.v1.clients.train", "renderers.client", "transformers.models.auto.tokenization_auto")
 """modules that an episode imports when it begins"""
 
@@ -24,28 +26,28 @@ class VerifiersFunction:
 
     Args:
         config: verifiers' config of the environment, as `[env]` in its files.
+        renderer: verifiers' names and values for the renderer; None: no episodes are played.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = dict(config)
+    def __init__(self, config: Mapping[str, Any], renderer: Mapping[str, Any] | None = None) -> None:
+        self.config, self.renderer = dict(config), renderer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for name in ("verifiers.v1", *USED):  # beforehand, because they take longer than a call
             importlib.import_module(name)
+        if self.renderer is not None:
+            asyncio.run(_warm_up(_client(self.renderer)))
 
     async def __call__(self, method: str, **arguments: Any) -> Any:
         """Return the number of tasks (None: endless) and the prompt of the first one, or the end of an episode."""
-        env = _environment(repr(sorted(self.config.items())), self)
+        if (key := repr(self.config)) not in _LOADED:
+            _LOADED[key] = LoadedEnvironment(self.config)
+        env = _LOADED[key]
         if method == "check":
             task = env.task(0)
             return [env.num_tasks, str(task.data.prompt or "")]
-        return await env.run(**arguments)
-
-
-@cache
-def _environment(key: str, function: VerifiersFunction) -> LoadedEnvironment:
-    return LoadedEnvironment(function.config)
+        return await env.run(renderer=self.renderer, **arguments)
 
 
 class LoadedEnvironment:
@@ -76,29 +78,45 @@ class LoadedEnvironment:
         return self._tasks[index % len(self._tasks)]
 
     async def run(
-        self, index: int, model: str, client: Mapping[str, Any], key: str, sampling: Mapping[str, Any]
+        self, index: int, model: str, base_url: str, key: str, sampling: Mapping[str, Any], renderer: Any
     ) -> Any:
         """Play one episode.
 
         Args:
             index: place of the task.
             model: name of the model.
-            client: verifiers' config of the client: the address of the engine, and the renderer.
+            base_url: address of the engine.
             key: token of the episode.
             sampling: sampling parameters.
+            renderer: as of `VerifiersFunction`.
 
         Returns:
             The errors of the episode, and for each trace its reward, its rewards by name, its errors, whether it is
             trained on, and the tokens of its branches.
         """
-        vf, clients = (importlib.import_module(f"verifiers.v1{name}") for name in ("", ".configs.client"))
-        os.environ[KEY] = key
-        config = clients.TrainClientConfig(type="train", api_key_var=KEY, **client)
-        context = vf.ModelContext(model, client=config, sampling=vf.SamplingConfig(**sampling))
+        vf, os.environ[KEY] = importlib.import_module("verifiers.v1"), key
+        client = _client({**renderer, "base_url": base_url})
+        context = vf.ModelContext(model, client=client, sampling=vf.SamplingConfig(**sampling))
         async with self.env.serving():
             [slot] = self.env.slots(self.task(index), n=1)
             episode = await self.env.run_slot(slot, context)
         return [_errors(episode), [_trace(trace) for trace in episode.traces]]
+
+
+def _client(values: Mapping[str, Any]) -> Any:
+    clients = importlib.import_module("verifiers.v1.configs.client")
+    return clients.TrainClientConfig(type="train", api_key_var=KEY, **values)
+
+
+async def _warm_up(client: Any) -> None:
+    """Render a message: the renderer stays in the process, and its template is compiled outside of any episode.
+
+    A process that makes code in a call serves no further one.
+    """
+    train = importlib.import_module("verifiers.v1.clients.train")
+    pool = train.ElasticRendererPool(client.renderer_model_name, client.renderer, multiplex=client.multiplex)
+    slot = await pool.grow()
+    slot.renderer.render([{"role": "user", "content": "?"}], add_generation_prompt=True)
 
 
 def _local(config: Mapping[str, Any], resolve: Callable[[Any], Any]) -> Any:
