@@ -164,11 +164,16 @@ def _reads(form: formats.ToolCallFormat, tokenizer: Any, written: list[int]) -> 
 class Tools(Protocol):
     """The tools of one episode."""
 
-    names: Sequence[str]
-    schemas: Sequence[Mapping[str, Any]]
-    """JSON schemas for the chat template"""
     is_done: bool
     """a call has ended the episode: the model is not asked again"""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names by which calls refer to the tools."""
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas for the chat template."""
 
     async def call(self, call: formats.ToolCall) -> ToolResult:
         """Return the result of a call. A failure is also a result."""

@@ -141,10 +141,11 @@ class OpenEnv:
             if not self.action:
                 what = "an action needs other values than one text: give action=, the field of the model's text,"
                 raise ConfigError(f"{self.name}: {what} or use OpenEnvTools for an environment with tools")
+            field = self.action
             first = self._turn(await session.ask("reset", {"seed": seed, **(options or {})}))
 
             async def step(action: str) -> Turn:
-                return self._turn(await session.ask("step", {self.action: action}))
+                return self._turn(await session.ask("step", {field: action}))
 
             yield GymEpisode(first.observation, step)
 

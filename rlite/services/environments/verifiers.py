@@ -184,8 +184,9 @@ class VerifiersWorkflow(RolloutWorkflow):
         tokenizer: Tokenizer,
         max_length: int | None = None,
     ) -> None:
-        is_made = isinstance(environment, VerifiersEnvironment)
-        self.environment = environment if is_made else VerifiersEnvironment(environment)  # type: ignore[arg-type]
+        if not isinstance(environment, VerifiersEnvironment):
+            environment = VerifiersEnvironment(environment)
+        self.environment = environment
         self.gconfig: GenerationHyperparameters = GenerationHyperparameters.from_mapping(gconfig)
         self.tokenizer, self.max_length = tokenizer, max_length
         self._endpoint = AgentEndpoint()
