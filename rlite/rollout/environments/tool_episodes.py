@@ -28,6 +28,8 @@ class ToolEpisode(ABC):
         schemas: JSON schemas of the tools.
     """
 
+    has_state = True
+
     def __init__(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> None:
         self.messages, self.schemas = list(messages), schemas
         self.names = [schema["function"]["name"] for schema in schemas]

@@ -85,8 +85,8 @@ class Toolbox:
         ConfigError: an entry is not a tool, or a name occurs twice.
     """
 
-    is_done = False
-    """a call of a tool ends no episode"""
+    is_done = has_state = False
+    """a call of a tool ends no episode, and changes no state"""
 
     def __init__(self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = ()) -> None:
         found = [Tool.of(tool) for tool in tools]

@@ -166,6 +166,8 @@ class Tools(Protocol):
 
     is_done: bool
     """a call has ended the episode: the model is not asked again"""
+    has_state: bool
+    """calls change what the reward reads, so that calls of the last turn are made, too"""
 
     @property
     def names(self) -> Sequence[str]:
@@ -232,14 +234,15 @@ class ToolCallingWorkflow(ConversationWorkflow):
             content, found, malformed = await self.tool_format.read(text, conversation.text)
             calls = formats.typed(found, tools.schemas)
             answer = {"role": "assistant", "content": content if calls else conversation.answer}
-            if not (calls or malformed) or conversation.transcript.num_turns == self.max_turns:
+            is_last = conversation.transcript.num_turns == self.max_turns
+            if not (calls or malformed) or (is_last and not tools.has_state):
                 break
             asked = formats.numbered(calls, numbers)
             answer = {**answer, "tool_calls": asked} if calls else answer
             results = await asyncio.gather(*(tools.call(call) for call in calls))
             num_calls += len(calls) + len(malformed)
             num_errors += sum(result.is_error for result in results) + len(malformed)
-            if tools.is_done:
+            if tools.is_done or is_last:
                 break
             said = [
                 {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
