@@ -14,6 +14,7 @@ import pytest
 
 from rlite.rollout import EnvironmentRaised, GymWorkflow, ScriptedEngine
 from rlite.rollout.contracts import OpenEnv, OpenEnvTools, ToolEnvironmentWorkflow, from_openenv
+from tests.doors.learning import check_learning
 from tests.unit.rollout.contracts.tool_template import TOKENIZER, called, said, text_of
 
 core = pytest.importorskip("openenv.core", reason="make test-doors installs it")
@@ -126,9 +127,5 @@ def test_a_training_trace_becomes_rows() -> None:
 
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path, echo: str) -> None:
-    from tests.doors.learning import check_learning
-
     rows, held_out = ([{"seed": seed} for seed in numbers] for numbers in (range(64), range(1000, 1016)))
-    check_learning(
-        tmp_path, lambda own: GymWorkflow(OpenEnv(echo), {"max_new_tokens": 8}, own, max_turns=1), rows, held_out
-    )
+    check_learning(tmp_path, f"openenv:{echo}", rows, held_out)

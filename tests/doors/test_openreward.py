@@ -15,7 +15,8 @@ import pytest
 
 from rlite.rollout import CollectorOptions, RolloutCollector, ScriptedEngine
 from rlite.rollout.contracts import OrsEnvironment, ToolEnvironmentWorkflow
-from tests.unit.rollout.contracts.tool_template import TOKENIZER, called, said, text_of
+from tests.doors.learning import check_learning
+from tests.unit.rollout.contracts.tool_template import TEMPLATE, TOKENIZER, called, said, text_of
 
 environments = pytest.importorskip("openreward.environments", reason="make test-doors installs it")
 SAMPLING = {"max_new_tokens": 200}
@@ -71,11 +72,5 @@ def test_the_scores_of_a_group_are_added(server: str) -> None:
 
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path, server: str) -> None:
-    from tests.doors.learning import check_learning
-
-    def make(own: Any) -> ToolEnvironmentWorkflow:
-        own.chat_template = TOKENIZER.chat_template
-        return ToolEnvironmentWorkflow(OrsEnvironment(server), {"max_new_tokens": 8}, own, max_turns=1)
-
     rows, held_out = ([{"task": place} for place in numbers] for numbers in (range(3), range(3, 4)))
-    check_learning(tmp_path, make, rows, held_out)
+    check_learning(tmp_path, f"ors:{server}", rows, held_out, chat_template=TEMPLATE)

@@ -14,6 +14,7 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.rollout import EnvironmentRaised, EnvironmentTimeout, LLMRequest, ScriptedEngine
 from rlite.rollout.contracts import VerifiersEnvironment, VerifiersWorkflow, contract_workflow
 from rlite.runtime.sandbox.pool import close_shared_pool
+from tests.doors.learning import check_learning
 
 pytest.importorskip("verifiers.v1", reason="make test-doors installs it")
 TASKSET = str(Path(__file__).with_name("words_taskset.py"))
@@ -82,10 +83,4 @@ def test_the_command_line_names_a_taskset(tokenizer: Any) -> None:
 
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path) -> None:
-    from tests.doors.learning import check_learning
-
-    environment = VerifiersEnvironment(TASKSET, 600.0)
-    rows = [{"task": 0}]
-    check_learning(
-        tmp_path, lambda own: VerifiersWorkflow(environment, {"max_new_tokens": 8}, own), rows, [{"task": 1}]
-    )
+    check_learning(tmp_path, f"verifiers:{TASKSET}", [{"task": 0}], [{"task": 1}], env_timeout=600.0)

@@ -55,3 +55,9 @@ FACTORIES = {"counter": Counter, "silent": Silent}
 def num_words(completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
     """Reward of the words that each environment has heard, beside the number of environments."""
     return [len(environment.words) + 100 * len(environments) for environment in environments]
+
+
+def share_of_e(completions: list[Any], environments: list[Any], **columns: Any) -> list[float]:
+    """Share of letters "e" in each answer."""
+    texts = [completion[-1]["content"] for completion in completions]
+    return [text.count("e") / max(len(text), 1) for text in texts]
