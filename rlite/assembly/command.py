@@ -24,7 +24,7 @@ from rlite.errors import ConfigError, DataError, RliteError, why_not_written
 from rlite.help import help_topic
 from rlite.imports import check_file
 from rlite.nn.options import model_folder
-from rlite.rollout.environments.file import contract_of
+from rlite.rollout.environments.file import code_file, contract_of
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import record
 from rlite.trainer.options import AnnouncedOptions
@@ -49,11 +49,8 @@ def check_named_files(options: Options) -> None:
         if name in OF_MODELS and (name == "model_name" or not Path(value).expanduser().is_dir()):
             model_folder(value)  # the other keys may name the folder of a run
         elif name == "env_path":
-            contract, named = contract_of(value)
-            if contract not in ("", "trl"):
-                continue
-            value = named.rpartition(":")[0] if contract else named
-            check_file(value, f"{key}={value}")
+            if contract_of(value)[0] in ("", "trl"):
+                check_file(code_file(value), f"{key}={value}")
         elif name == "path" and "reward" in groups:
             find_reward(value, f"reward.path={value}")
         elif name == "path":

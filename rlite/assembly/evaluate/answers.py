@@ -43,6 +43,7 @@ from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.options import CollectorOptions
+from rlite.rollout.environments.file import code_file
 from rlite.rollout.episode import mix
 from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward
@@ -106,7 +107,7 @@ class EvaluationRequest:
                 found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
             else:
                 found[str(file)] = digest([file.read_bytes()])
-        if options.env_path is not None and (file := Path(options.env_path)).is_file():
+        if options.env_path is not None and (file := Path(code_file(options.env_path))).is_file():
             found[options.env_path] = digest([file.read_bytes()])
         if options.workflow is not None:
             found[options.workflow] = digest_of(WORKFLOWS[options.workflow])

@@ -118,6 +118,12 @@ def contract_of(path: str | Path) -> tuple[str, str]:
     return contract, rest
 
 
+def code_file(path: str | Path) -> str:
+    """Return the file with the code of an environment; another text if its code is in no file of this machine."""
+    contract, name = contract_of(path)
+    return name.rpartition(":")[0] if contract == "trl" else name
+
+
 def brings_items(path: str | Path) -> bool:
     """Return whether the episodes of an environment need only a seed, and no data.
 
