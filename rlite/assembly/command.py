@@ -44,7 +44,7 @@ def check_named_files(options: Options) -> None:
     """
     for key, value in flat(options.model_dump()):
         *groups, name = key.split(".")
-        if not isinstance(value, str):
+        if not isinstance(value, str) or "env_config" in groups:
             continue
         if name in OF_MODELS and (name == "model_name" or not Path(value).expanduser().is_dir()):
             model_folder(value)  # the other keys may name the folder of a run

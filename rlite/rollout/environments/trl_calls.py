@@ -122,9 +122,17 @@ async def _call(environment: Any, name: str, arguments: Mapping[str, Any]) -> An
 class EnvironmentReward(TrlReward):
     """TRL's reward functions, which get `environments`, the environments at the end of their episodes."""
 
-    def __call__(self, /, **data: Any) -> Any:
+    def __call__(
+        self,
+        /,
+        prompt: Any,
+        completions: Any,
+        prompt_ids: Any,
+        completion_ids: Any,
+        environments: Any = (),
+        **data: Any,
+    ) -> Any:
         """Return the rewards of completions whose environments are given as bytes."""
-        environments = data.pop("environments")
         is_batch = isinstance(environments, list)
         found = [unpickled(memory) for memory in environments] if is_batch else unpickled(environments)
-        return super().__call__(environments=found, **data)
+        return super().__call__(prompt, completions, prompt_ids, completion_ids, environments=found, **data)
