@@ -70,7 +70,7 @@ class VerifiersEpisode:
         try:
             errors, traces = answer
             return cls([str(error) for error in errors], [_trace(*trace) for trace in traces])
-        except (TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError):  # of a process that is not trusted
             return None
 
     @property
