@@ -27,6 +27,7 @@ MODULES = {
     "rlite.rollout.rewards": "Reward functions.",
     "rlite.rollout.registry": "Names for commands.",
     "rlite.rollout.openai": "Agents.",
+    "rlite.rollout.contracts": "Environments of other libraries.",
     "rlite.types": "Plain data that travels.",
     "rlite.algorithms": "Functions of tensors.",
     "rlite.trainer.sft": "Supervised fine-tuning.",

@@ -12,6 +12,7 @@ from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.registry import find_reward
 from rlite.rollout.rewards.adapters import TrlReward, call_selectively, from_trl, from_verl, signature_of, takes_all
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.groups import GroupReward
 from rlite.rollout.rewards.options import RewardOptions
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
 
@@ -151,7 +152,8 @@ class ChosenReward(NamedTuple):
         if is_part and isinstance(fn, TrlReward):
             fn = dataclasses.replace(fn, is_part=True)
         own = {name: value for name, value in options if name not in ("path", "weight", "options", "processes")}
-        return RewardFunction(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
+        kind = GroupReward if isinstance(fn, TrlReward) else RewardFunction
+        return kind(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
 
 
 class ChosenRewards:

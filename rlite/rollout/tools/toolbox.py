@@ -93,6 +93,9 @@ class Toolbox:
         ConfigError: an entry is not a tool, a name occurs twice, or a tool needs a state that episodes do not have.
     """
 
+    is_done = has_state = False
+    """a call of a tool ends no episode, and changes nothing that a reward reads"""
+
     def __init__(
         self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = (), has_state: bool = False
     ) -> None:

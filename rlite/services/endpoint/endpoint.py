@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlite.imports import optional
+from rlite.services.endpoint import generate
 from rlite.services.endpoint.requests import ApiError, unexpected
 from rlite.services.endpoint.responses import Reply
 from rlite.services.endpoint.session import MAX_BODY_BYTES, AgentSession, too_large
@@ -119,6 +120,7 @@ class _Server:
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
         app.add_routes([web.post(f"/v1{path}", self._answer) for path in ("/chat/completions", "/completions")])
+        app.add_routes([web.post(generate.PATH, self._answer)])
         app.add_routes([web.get(f"/v1/models{name}", self._models) for name in ("", "/{model:.+}")])
         return app
 

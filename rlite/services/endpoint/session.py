@@ -20,12 +20,14 @@ from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.workflow import tool_call_format
 from rlite.rollout.workflow import context_length, end_ids
 from rlite.runtime.event_loop import beside_loop
-from rlite.services.endpoint import requests, responses
+from rlite.services.endpoint import generate, requests, responses
 from rlite.services.endpoint.recording import Recording, RecordingOwner, Turn
 from rlite.services.endpoint.requests import ApiError, ModelRequest
 from rlite.services.endpoint.responses import Choice, Delta, Exchange, Reply, TextStream
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 
+Whole = Callable[..., dict[str, Any]]
+"""makes the response to a request that does not stream"""
 MAX_BODY_BYTES = 64 << 20
 """size limit of a request, for every context length"""
 MIN_BODY_BYTES = 8 << 20
@@ -103,7 +105,7 @@ class AgentSession(RecordingOwner):
         """Answer a request in wire form. A long request is read and tokenised beside the event loop.
 
         Args:
-            path: "/chat/completions" or "/completions".
+            path: "/chat/completions", "/completions" or "/inference/v1/generate".
             body: JSON.
 
         Returns:
@@ -114,7 +116,8 @@ class AgentSession(RecordingOwner):
         """
         if len(body) > self.max_body_bytes:
             raise too_large(self.max_body_bytes)
-        ask = self.chat if path == "/chat/completions" else self.completion
+        asks = {"/chat/completions": self.chat, "/completions": self.completion, generate.PATH: self.generate}
+        ask = asks[path]
         return await beside_loop(len(body), lambda: ask(requests.parse_json(body)))
 
     def chat(self, body: Any) -> Reply:
@@ -136,7 +139,15 @@ class AgentSession(RecordingOwner):
         """
         return self._reply(requests.read_completion, body)
 
-    def _reply(self, read: Callable[..., ModelRequest], body: Any) -> Reply:
+    def generate(self, body: Any) -> Reply:
+        """Answer a body of /inference/v1/generate: tokens in, tokens out. Errors are those of `chat`.
+
+        Returns:
+            The reply.
+        """
+        return self._reply(generate.read, body, generate.whole)
+
+    def _reply(self, read: Callable[..., ModelRequest], body: Any, whole: Whole = responses.whole) -> Reply:
         try:
             request = read(body, self.model, self._gconfig)
             if self._is_sampling_fixed:
@@ -155,7 +166,7 @@ class AgentSession(RecordingOwner):
         id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         tokenizer = self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
-        return Reply(request.is_stream, self._messages(exchange), exchange.delivered)
+        return Reply(request.is_stream, self._messages(exchange, whole), exchange.delivered)
 
     def _check_format(self, request: ModelRequest) -> None:
         """Determine the format of tool calls before the first call is requested.
@@ -170,7 +181,7 @@ class AgentSession(RecordingOwner):
             self.failure = error
             raise ApiError(f"tools: {error}", param="tools", code="unsupported_value") from error
 
-    async def _messages(self, exchange: Exchange) -> AsyncGenerator[dict[str, Any], None]:
+    async def _messages(self, exchange: Exchange, whole: Whole) -> AsyncGenerator[dict[str, Any], None]:
         try:
             async with contextlib.aclosing(self._events(exchange)) as events:
                 if exchange.request.is_stream:
@@ -183,7 +194,7 @@ class AgentSession(RecordingOwner):
                     scores = await self._scores(exchange, choices)
                     shown = choices if exchange.request.has_logprobs else ()
                     size = responses.SHOWN_CHARACTERS * sum(len(choice.turn.sequence) for choice in shown)
-                    yield await beside_loop(size, responses.whole, exchange, choices, scores)
+                    yield await beside_loop(size, whole, exchange, choices, scores)
         except BaseException as error:  # also GeneratorExit: the client will ask again, and must not count twice
             if isinstance(error, GeneratorExit) and len(exchange.delivered) == exchange.num_choices:
                 raise
