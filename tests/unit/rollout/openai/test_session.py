@@ -17,7 +17,7 @@ from rlite.rollout import GenerationHyperparameters, RolloutError, check_traject
 from rlite.rollout.openai import AgentClient, AgentSession
 from rlite.services.endpoint.recording import Recording, Turn, export
 from rlite.services.endpoint.requests import ApiError
-from rlite.services.endpoint.responses import TextStream
+from rlite.services.endpoint.text_stream import TextStream
 from rlite.types import LLMRequest
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 
