@@ -21,7 +21,8 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -49,7 +50,8 @@ CLOSE_SECONDS = 1.0
 """seconds that open connections have when the server closes"""
 
 
-class Words(NamedTuple):
+@dataclass(frozen=True)
+class Words:
     """Names and advice in the messages of a server."""
 
     owner: str

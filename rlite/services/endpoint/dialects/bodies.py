@@ -122,6 +122,8 @@ class Schema(JsonObject):
 class Tool(JsonObject):
     """A tool as OpenAI's newer interface and Anthropic's name its parts."""
 
+    type: Any = None
+    """first, because the kind of a tool says more than what else it lacks"""
     name: Name = ABSENT
     description: Text | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -87,9 +88,11 @@ async def messages(client: Any, history: list[Any], is_stream: bool) -> Said:
             answer = await stream.get_final_message()
     else:
         answer = await client.messages.create(**options)
-    blocks = {kind: [block for block in answer.content if block.type == kind] for kind in ("thinking", "text", "tool_use")}
+    blocks = {
+        kind: [block for block in answer.content if block.type == kind] for kind in ("thinking", "text", "tool_use")
+    }
     results = [{"type": "tool_result", "tool_use_id": block.id, "content": "5"} for block in blocks["tool_use"]]
-    calls = [(block.name, '{"a": %(a)d, "b": %(b)d}' % block.input) for block in blocks["tool_use"]]
+    calls = [(block.name, json.dumps(block.input)) for block in blocks["tool_use"]]
     content = [block.model_dump(exclude_none=True, exclude={"parsed_output"}) for block in answer.content]
     following = [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
     texts = ["".join(getattr(block, kind) for block in blocks[kind]) for kind in ("thinking", "text")]
@@ -244,7 +247,12 @@ def test_a_stream_that_breaks_raises_in_the_client(route: str) -> None:
 
 def test_tokens_are_counted_as_the_prompt_of_the_same_conversation() -> None:
     session = AgentSession(Speaker(TEXTS, TOKENIZER), TOKENIZER)
-    asked = {"model": "policy", "system": "Be brief.", "messages": RIGHT["messages"]["messages"], "tools": TOOLS["messages"]}
+    asked = {
+        "model": "policy",
+        "system": "Be brief.",
+        "messages": RIGHT["messages"]["messages"],
+        "tools": TOOLS["messages"],
+    }
 
     async def use() -> tuple[int, int]:
         async with served(session) as access, client_of("messages", True, access) as client:
@@ -258,9 +266,13 @@ def test_tokens_are_counted_as_the_prompt_of_the_same_conversation() -> None:
 
 
 def test_models_are_listed_for_both_packages() -> None:
-    async def use() -> list[list[str]]:
-        async with served(AgentSession(Speaker(["x"], TOKENIZER), TOKENIZER)) as access:
-            async with client_of("messages", True, access) as one, client_of("chat", True, access) as other:
-                return [[model.id async for model in client.models.list()] for client in (one, other)]
+    session = AgentSession(Speaker(["x"], TOKENIZER), TOKENIZER)
 
-    assert asyncio.run(asyncio.wait_for(use(), 100)) == [["policy"], ["policy"]]
+    async def use(route: str) -> list[str]:
+        async with served(session) as access, client_of(route, True, access) as client:
+            return [model.id async for model in client.models.list()]
+
+    assert [asyncio.run(asyncio.wait_for(use(route), 100)) for route in ("messages", "chat")] == [
+        ["policy"],
+        ["policy"],
+    ]

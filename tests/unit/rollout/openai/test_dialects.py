@@ -105,7 +105,7 @@ def test_a_stream_of_tokens_has_the_tokens_of_the_whole_answer() -> None:
     [whole] = ask(AgentSession(Speaker(["abc"], TOKENIZER), TOKENIZER), GENERATE, **body)
     *parts, usage = ask(AgentSession(Speaker(["abc"], TOKENIZER), TOKENIZER), GENERATE, **body, stream=True)
     choices = [part["choices"][0] for part in parts]
-    assert sum((choice["token_ids"] for choice in choices), []) == whole["choices"][0]["token_ids"]
+    assert [token for choice in choices for token in choice["token_ids"]] == whole["choices"][0]["token_ids"]
     content = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert content == whole["choices"][0]["logprobs"]["content"]
     assert [part.get("prompt_token_ids") for part in parts] == [[70, 71]] + [None] * (len(parts) - 1)
@@ -127,7 +127,7 @@ def test_token_ids_of_a_chat_are_returned_on_request(path: str, is_stream: bool)
     asked = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
     parts = ask(session, path, **asked, return_token_ids=True, stream=is_stream)
     [turn] = session.recording.turns
-    assert sum((part["choices"][0]["token_ids"] for part in parts), []) == turn.output_ids
+    assert [token for part in parts for token in part["choices"][0]["token_ids"]] == turn.output_ids
     place = parts[0] if "chat" in path or is_stream else parts[0]["choices"][0]
     assert place["prompt_token_ids"] == turn.prompt_ids
     assert "prompt_token_ids" not in str(ask(session, path, **asked, stream=is_stream))
@@ -180,7 +180,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (MESSAGES, {"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages", "of the user at the end"),
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
      "messages[0].content[0].type", "of user"),
-    (MESSAGES, {"messages": HELLO, "output_config": {"format": {"type": "json_schema"}}}, "output_config.format", "nothing"),
+    (MESSAGES, {"messages": HELLO, "output_config": {"format": {"type": "x"}}}, "output_config.format", "nothing"),
     (MESSAGES, {"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     (MESSAGES, {"messages": HELLO, "n": 2}, "n", "one answer"),
     (MESSAGES, {"messages": HELLO, "mcp_servers": [{"url": "x"}]}, "mcp_servers", "not supported"),

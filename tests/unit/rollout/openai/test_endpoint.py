@@ -395,7 +395,7 @@ def test_an_answer_counts_if_its_end_was_sent_while_the_client_was_there(is_stre
             with socket.create_connection((host, int(port))) as client:
                 tokenizer.on_last = partial(leave, client, end) if has_left else lambda: None
                 body = json.dumps({**json.loads(saying(3)), "stream": is_stream, "logprobs": True}).encode()
-                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {access.api_key}\r\n"
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Api-Key: {access.api_key}\r\n"
                 client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                 answer = b""
                 while not has_left and not answer.endswith(b"0\r\n\r\n" if is_stream else b"}"):
@@ -456,7 +456,9 @@ def test_an_answer_that_fails_after_it_was_sent_breaks_the_connection(monkeypatc
             host, port = access.base_url.removeprefix("http://").removesuffix("/v1").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             body = saying(3)
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {access.api_key}\r\n"
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {access.api_key}\r\n"
+            )
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             answered = b""
             with contextlib.suppress(ConnectionResetError):

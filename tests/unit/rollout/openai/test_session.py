@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory
 from rlite.rollout.openai import AgentClient, AgentSession
-from rlite.services.endpoint.recording import Recording, Turn, export
 from rlite.services.endpoint.dialects.openai import error_body
+from rlite.services.endpoint.recording import Recording, Turn, export
 from rlite.services.endpoint.requests import ApiError
 from rlite.services.endpoint.text_stream import TextStream
 from rlite.types import LLMRequest
