@@ -15,7 +15,7 @@ from typing import Any
 from rlite.data.chat.forms import Message
 from rlite.data.chat.template import Tokenizer
 from rlite.rollout.tools.formats import ToolCall, numbered
-from rlite.runtime.event_loop import beside_loop
+from rlite.runtime.event_loop import SHORT_TEXT, beside_loop
 from rlite.services.endpoint.prompts import Prompt
 from rlite.services.endpoint.recording import Turn
 from rlite.services.endpoint.requests import ApiError, ModelRequest, unexpected
@@ -124,7 +124,7 @@ class Dialect:
 
     @property
     def end(self) -> bytes:
-        """What stands after the last event of a stream."""
+        """The bytes after the last event of a stream."""
         return b"" if self.has_named_events else b"data: [DONE]\n\n"
 
 
@@ -169,7 +169,9 @@ class Reply:
                     if self.is_stream:
                         yield self.dialect.event(message)
                     else:
-                        yield await beside_loop(self.exchange.num_shown, _encoded, message)
+                        size = self.exchange.num_shown
+                        encode = _encoded_slowly if size > SHORT_TEXT else _encoded
+                        yield await beside_loop(size, encode, message)
             except Exception as error:
                 if not (is_begun and self.is_stream):
                     raise
@@ -210,5 +212,9 @@ def calls_of(turn: Turn) -> list[dict[str, Any]]:
 
 
 def _encoded(message: Json) -> bytes:
+    return json.dumps(message).encode()
+
+
+def _encoded_slowly(message: Json) -> bytes:
     """Return JSON. Unlike `json.dumps`, this lets other threads run meanwhile."""
     return "".join(json.JSONEncoder().iterencode(message)).encode()
