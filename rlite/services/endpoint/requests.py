@@ -101,11 +101,23 @@ def parse_json(body: bytes) -> Any:
 
 
 def invalid(param: str, value: Any, expected: str) -> ApiError:
-    """Return the error for a parameter whose value is wrong."""
+    """Return the error for a parameter whose value is wrong.
+
+    Args:
+        param: the path of the parameter.
+        value: what the request has.
+        expected: what it may have, in words.
+    """
     return ApiError(f"{param} is {shortened(value)}; expected {expected}", param=param, code="invalid_value")
 
 
 def unsupported(param: str, value: Any, supported: str) -> ApiError:
-    """Return the error for a parameter that cannot be honoured at its value."""
+    """Return the error for a parameter that cannot be honoured at its value.
+
+    Args:
+        param: the path of the parameter.
+        value: what the request has.
+        supported: what it may have, in words.
+    """
     message = f"{param} is {shortened(value)}, which is not supported; supported: {supported}"
     return ApiError(message, param=param, code=UNSUPPORTED)

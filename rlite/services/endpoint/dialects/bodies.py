@@ -239,7 +239,16 @@ AnyBody = TypeVar("AnyBody", bound=StreamBody)
 
 
 def validated(kind: type[AnyBody], body: Any, model: str) -> AnyBody:
-    """Return a body as its class. The error names the first invalid parameter by its path."""
+    """Return a body as its class.
+
+    Args:
+        kind: the class.
+        body: a JSON value.
+        model: the name of the session's model.
+
+    Raises:
+        ApiError: the body is invalid. The error names the first invalid parameter by its path.
+    """
     if not isinstance(body, Mapping):
         raise ApiError(f"the body is {type(body).__name__}; expected a JSON object", code="invalid_json")
     _check_depth(body)
