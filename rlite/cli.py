@@ -23,6 +23,7 @@ Before training
 
 Use a model
   generate MODEL "PROMPT"       answers of a model, or of a run's newest model
+  serve MODEL                   a server for clients of OpenAI's and Anthropic's interfaces, with a token
   eval MODEL [MODEL2]           metrics of a model on data with a reward, an environment or tasks; compares two
   merge ADAPTER OUT             an adapter (LoRA) and its base as one model
   plan                          memory of a model on each device; reads no weights
@@ -77,6 +78,7 @@ COMMANDS = {
     "env": Command("rlite.assembly.commands.env_check", "rlite.assembly.commands.env_options:EnvConfig"),
     "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),
     "generate": Command("rlite.assembly.commands.generate", "rlite.assembly.commands.options:GenerateConfig"),
+    "serve": Command("rlite.assembly.commands.serve", "rlite.assembly.commands.options:ServeConfig"),
     "eval": Command("rlite.assembly.evaluate.command", "rlite.assembly.evaluate.options:EvalConfig"),
     "merge": Command("rlite.assembly.commands.merge", "rlite.assembly.commands.options:MergeConfig"),
     "plan": Command("rlite.assembly.commands.plan", "rlite.assembly.commands.options:PlanConfig"),

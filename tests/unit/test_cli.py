@@ -81,6 +81,7 @@ def test_help_may_be_read_by_head():
     ("command", "arguments"),
     [
         *[("view", "RUN [RUN2 ...] [--export FILE.html]"), ("generate", 'MODEL "PROMPT"'), ("merge", "ADAPTER OUT")],
+        ("serve", "MODEL"),
         *[("eval", "MODEL [MODEL2] [--data ROWS]"), ("launch", "JOB.yaml"), ("status", "[NAME]"), ("logs", "NAME")],
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine
-from rlite.services.endpoint import generate
+from rlite.services.endpoint.dialects.generate import GENERATE
 from rlite.services.endpoint.requests import ApiError
 from rlite.services.endpoint.session import AgentSession
 from rlite.services.environments.verifiers import VerifiersEnvironment, VerifiersEpisode, trajectory_of
@@ -31,7 +31,7 @@ async def asked(own: AgentSession, **body: Any) -> Any:
     """Ask as verifiers' training client does."""
     params = {"max_tokens": 2, "temperature": 0.3, "stop_token_ids": [0], "logprobs": 1, "skip_special_tokens": False}
     whole = {"model": "policy", "sampling_params": params, "cache_salt": "1", **body}
-    reply = await own.answer(generate.PATH, json.dumps(whole).encode())
+    reply = await own.answer(GENERATE, json.dumps(whole).encode())
     return json.loads(b"".join([part async for part in reply.encoded()]))
 
 
