@@ -22,7 +22,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm test-harness test-transformers nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm test-harness test-doors test-transformers nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,6 +44,14 @@ test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vL
 
 test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV)/harness) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/harness
+
+# each contract has packages of its own, because their pins exclude each other
+DOORS ?= verifiers openenv openreward
+test-doors: $(DOORS:%=$(VENV)/.door-%-installed)  ## tests of environments with the real verifiers, OpenEnv and openreward
+	@failed=; for door in $(DOORS); do \
+		HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV))/doors/$$door OMP_NUM_THREADS=1 \
+			$(BIN)/python -m pytest tests/doors/test_$$door.py || failed="$$failed $$door"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # releases of transformers beside the pinned one: the oldest that rlite supports, and the newest
 TRANSFORMERS = 5.16.1 5.24.0
@@ -132,6 +140,11 @@ $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
 # for tests/harness alone, whose process finds the folder by PYTHONPATH
 $(VENV)/.harness-installed: $(VENV)/.installed tests/harness/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/harness -r tests/harness/requirements.txt
+	touch $@
+
+# for tests/doors alone, whose process finds the folder by PYTHONPATH
+$(VENV)/.door-%-installed: $(VENV)/.installed tests/doors/requirements-%.txt
+	$(BIN)/pip install --quiet --no-compile --upgrade --target $(VENV)/doors/$* -r tests/doors/requirements-$*.txt
 	touch $@
 
 # drives Chromium in tests/browser; the browser itself is the machine's

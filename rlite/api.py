@@ -44,8 +44,9 @@ from rlite.trainer.held_out import KEY, key_of
 from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects
 from rlite.wording import number
 
-Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
-"""a path as on the command line, or rows: a list of dicts, a `datasets.Dataset`, any iterable that ends. With
+Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
+"""a path as on the command line, or rows: a list of dicts, a dict of equally long columns, a `datasets.Dataset`, any
+iterable that ends. With
 `streaming` of the data, training rows are iterated while training, again for each epoch and to resume"""
 Reward = str | Callable[..., Any] | tuple[str | Callable[..., Any], float] | Mapping[str, Any]
 """a function, its path as on the command line, (one of these, its weight), or options: {"path": f, "timeout": 9}"""
@@ -95,8 +96,9 @@ def train(
     if algorithm not in TRAINERS:
         raise ConfigError(f"train({algorithm!r}): {did_you_mean(algorithm, TRAINERS)}")
     trainer: Any = TRAINERS[algorithm].find_trainer()
-    sets = test_data if isinstance(test_data, Mapping) else {UNNAMED: test_data}
-    tests = {key_of(name): rows for name, rows in sets.items()}
+    is_named = isinstance(test_data, Mapping) and not has_columns(test_data)
+    sets: Any = test_data if is_named else {UNNAMED: test_data}
+    data, tests = as_rows(data), {key_of(name): as_rows(rows) for name, rows in sets.items()}
     tables = {trainer.data_key: data, **tests}
     of_sets = {name: value for name, value in options.items() if _OF_SET.fullmatch(name)}
     reward_options, functions = _split({REWARD: reward, **of_sets})
@@ -141,6 +143,7 @@ def evaluate(
         UnknownOptionError: an option is unknown.
         DataError: some rows cannot be used, or the two models answered other items.
     """
+    data = as_rows(data)
     reward_options, functions = _split({REWARD: reward})
     named = {"other": other, "data.path": None if data is None else _path(data, "data")}
     named = {key: value for key, value in named.items() if value is not None}
@@ -254,6 +257,27 @@ def _key(name: str) -> str:
     if close := difflib.get_close_matches(name, [*SHORT, "model", "reward", "callbacks"], n=1, cutoff=0.75):
         raise UnknownOptionError(f"train: unknown keyword {name!r}; did you mean {close[0]!r}?")
     return name
+
+
+def has_columns(data: Any) -> bool:
+    """Return whether data are columns by name: lists, one of which holds something else than rows."""
+    if not isinstance(data, Mapping) or not data or not all(isinstance(each, list | tuple) for each in data.values()):
+        return False
+    return any(len(column) and not isinstance(column[0], Mapping) for column in data.values())
+
+
+def as_rows(data: Any) -> Any:
+    """Return the rows of columns by name. Other data are unchanged.
+
+    Raises:
+        DataError: the columns have different lengths.
+    """
+    if not has_columns(data):
+        return data
+    lengths = {name: len(column) for name, column in data.items()}
+    if len({*lengths.values()}) > 1:
+        raise DataError(f"columns of one table have equal lengths; found {lengths}")
+    return [dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)]
 
 
 def _path(data: Any, key: str) -> str | os.PathLike[str]:

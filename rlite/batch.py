@@ -50,6 +50,8 @@ _TABLE = (
     Key("num_tool_calls", "[N]", "float32", "workflow", "metrics", "Tool calls in the trajectory."),
     Key("num_tool_errors", "[N]", "float32", "workflow", "metrics", "Tool calls in the trajectory that failed."),
     Key("sequence_index", "[N]", "int64", "workflow", "advantages, metrics", "Row number within its trajectory."),
+    Key("seat_ids", "[N]", "int64", "workflow", "advantages", "Seat of the row's trajectory; see SeatsWorkflow."),
+    Key("sampler_row", "[N]", "int64", "workflow", "sampler", "Number of the row's prompt in the training data."),
     Key("group_ids", "[N]", "int64", "collector", "advantages, metrics", "Number of the row's group."),
     Key("ref_logprobs", "[N, L]", "float32", "reference", "losses, advantages", "Log-probability by the reference."),
     Key("values", "[N, L]", "float32", "critic", "advantages, value loss", "Value of the state before the token."),

@@ -18,8 +18,12 @@ Train from rewards (train_data.path=prompts.jsonl)
 Look at runs
   view RUN [RUN2 ...]           rollouts, curves and lost work in the browser; --export FILE.html writes one file
 
+Before training
+  env check SPEC                runs an environment or a workflow against a scripted model, and says what is wrong
+
 Use a model
   generate MODEL "PROMPT"       answers of a model, or of a run's newest model
+  serve MODEL                   a server for clients of OpenAI's and Anthropic's interfaces, with a token
   eval MODEL [MODEL2]           metrics of a model on data with a reward, an environment or tasks; compares two
   merge ADAPTER OUT             an adapter (LoRA) and its base as one model
   plan                          memory of a model on each device; reads no weights
@@ -71,8 +75,10 @@ COMMANDS = {
     "quickstart": Command("rlite.assembly.quickstart.run", "rlite.assembly.commands.options:QuickstartConfig"),
     "doctor": Command("rlite.assembly.commands.doctor", "rlite.assembly.commands.doctor:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
+    "env": Command("rlite.assembly.commands.env_check", "rlite.assembly.commands.env_options:EnvConfig"),
     "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),
     "generate": Command("rlite.assembly.commands.generate", "rlite.assembly.commands.options:GenerateConfig"),
+    "serve": Command("rlite.assembly.commands.serve", "rlite.assembly.commands.options:ServeConfig"),
     "eval": Command("rlite.assembly.evaluate.command", "rlite.assembly.evaluate.options:EvalConfig"),
     "merge": Command("rlite.assembly.commands.merge", "rlite.assembly.commands.options:MergeConfig"),
     "plan": Command("rlite.assembly.commands.plan", "rlite.assembly.commands.options:PlanConfig"),

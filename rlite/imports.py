@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlite.errors import ConfigError, ImportFailed, own_traceback, similar_file
+from rlite.errors import ConfigError, ImportFailed, did_you_mean, own_traceback, similar_file
 
 
 def lacking(what: str, extra: str, *packages: str) -> str:
@@ -102,6 +102,32 @@ def check_file(name: str, what: str) -> None:
     """
     if not Path(name).is_file():
         raise ImportFailed(f"{what}: no such file in {os.getcwd()}{similar_file(Path(name))}")
+
+
+def find_function(path: str, what: str) -> Callable[..., Any]:
+    """Return the function that a path names. Only paths that the user has written may be given: this imports code.
+
+    Args:
+        path: file.py:function, or package.module:function.
+        what: option and value that name it, for error messages.
+
+    Raises:
+        ConfigError: there is no such function.
+        ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
+    """
+    home, colon, name = path.rpartition(":")
+    if not colon:
+        expected = f"the function's name behind it, {path}:FUNCTION" if path.endswith(".py") else "file.py:function"
+        raise ConfigError(f"{what}: expected {expected}")
+    found: Any = import_module(home, what)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            own = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+            raise ConfigError(f"{what}: {home} has no {part!r}; {did_you_mean(part, own)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{what}: expected a function, found {type(found).__name__}")
+    return found
 
 
 @functools.cache

@@ -84,7 +84,12 @@ class Table(dict[str, Algorithm]):
         return function
 
 
-_TABLES = {"policy loss": "POLICY_LOSSES", "advantage": "ADVANTAGES", "preference loss": "PREFERENCE_LOSSES"}
+_TABLES = {
+    "policy loss": "POLICY_LOSSES",
+    "advantage": "ADVANTAGES",
+    "preference loss": "PREFERENCE_LOSSES",
+    "credit": "CREDITS",
+}
 """kind -> name of its table in `rlite.algorithms`"""
 
 

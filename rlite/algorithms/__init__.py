@@ -6,6 +6,14 @@ The functions know no config, logger or rank. Per-token tensors come in two layo
 batch.
 """
 
+from rlite.algorithms.advantages.credit import (
+    CREDITS,
+    Branch,
+    CreditRule,
+    credit_by_branches,
+    credit_by_tokens,
+    register_credit,
+)
 from rlite.algorithms.advantages.group import (
     ADVANTAGES,
     AdvantageFunction,

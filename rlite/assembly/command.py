@@ -22,8 +22,9 @@ from rlite.config import Options
 from rlite.data.readers.tables import check_exists
 from rlite.errors import ConfigError, DataError, RliteError, why_not_written
 from rlite.help import help_topic
-from rlite.imports import check_file
+from rlite.imports import check_file, find_function
 from rlite.nn.options import model_folder
+from rlite.rollout.environments.file import code_file, contract_of
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import record
 from rlite.trainer.options import AnnouncedOptions
@@ -43,11 +44,16 @@ def check_named_files(options: Options) -> None:
     """
     for key, value in flat(options.model_dump()):
         *groups, name = key.split(".")
-        if not isinstance(value, str):
+        if not isinstance(value, str) or "env_config" in groups:
             continue
         if name in OF_MODELS and (name == "model_name" or not Path(value).expanduser().is_dir()):
             model_folder(value)  # the other keys may name the folder of a run
         elif name == "env_path":
+            if contract_of(value)[0] in ("", "trl"):
+                check_file(code_file(value), f"{key}={value}")
+        elif name == "map":
+            find_function(value, f"{key}={value}")
+        elif name == "chat_template_path":
             check_file(value, f"{key}={value}")
         elif name == "path" and "reward" in groups:
             find_reward(value, f"reward.path={value}")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
@@ -23,6 +24,7 @@ from rlite.services.recovery import record
 from rlite.trainer.callbacks import Metrics
 from rlite.trainer.options import RecordOptions
 from rlite.trainer.rl.options import EqualRewards
+from rlite.trainer.run.best import BEST
 from rlite.trainer.run.folder import LEARNING
 from rlite.trainer.run.observer import Observer, ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
@@ -53,6 +55,26 @@ class LearningFacts(Observer):
         """Write the facts into the run's folder."""
         with writing(run.folder / LEARNING):
             files.replace(run.folder / LEARNING, json.dumps(self._facts).encode())
+
+
+class TemplateFile(Observer):
+    """Writes the chat template that the options name beside each exported model, so that it is served with it.
+
+    Args:
+        path: the file of the template; None writes nothing.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._text = None if path is None else Path(path).expanduser().read_text(encoding="utf-8")
+
+    def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
+        """Write the template into the folders of the newest and of the best model."""
+        for folder in (run.folder / "latest", run.folder / BEST):
+            if self._text is not None and folder.is_dir():
+                with writing(folder):
+                    files.replace(folder / "chat_template.jinja", self._text.encode())
+
+    on_end = on_save
 
 
 def run_observers(

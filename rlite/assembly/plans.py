@@ -16,7 +16,7 @@ from rlite.evaluation.sets import EvaluationSet
 from rlite.nn.pretrained import end_ids
 from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
-from rlite.rollout.rewards.weighted import has_trl_signature
+from rlite.rollout.rewards.weighted import compares_groups
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, SingleTurnWorkflow
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.trainer.held_out import HeldOutPromptOptions
@@ -36,7 +36,7 @@ WHERE = {
 REWARD_ARGUMENTS = ("completions", "prompt_ids", "completion_ids")
 """arguments of reward functions that columns of these names do not reach"""
 EQUAL_GROUPS = ("every group is kept", "groups of equal rewards are replaced")
-LISTS_OF_ONE = "functions with TRL's signature get lists of one completion, not of a group"
+OF_GROUPS = "the responses to a prompt are scored in one call"
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def reward_plan(reward: Rewards, rollout: EnvironmentOptions, workflow: RolloutW
     """
     if reward:
         parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in reward.items())
-        is_of_lists = isinstance(workflow, SingleTurnWorkflow) and has_trl_signature(workflow.reward_fn)
-        return f"{parts}; {LISTS_OF_ONE}" if is_of_lists else parts
+        is_of_groups = isinstance(workflow, SingleTurnWorkflow) and compares_groups(workflow.reward_fn)
+        return f"{parts}; {OF_GROUPS}" if is_of_groups else parts
     sources = {"environment": rollout.env_path, "workflow": rollout.workflow}
     return next((f"{what} {name}" for what, name in sources.items() if name), "the program's workflow")
 

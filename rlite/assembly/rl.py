@@ -9,12 +9,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
+
+from tensordict import TensorDict
 
 from rlite.algorithms import is_selective
 from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import LearningFacts, RunRecord, run_observers
+from rlite.assembly.observers import LearningFacts, RunRecord, TemplateFile, run_observers
 from rlite.assembly.plans import BatchPlan
 from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
@@ -32,11 +35,12 @@ from rlite.services.console.mfu import Repeated, UsageReport
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.options import TrainerOptions
+from rlite.trainer.rl.credit import credited_advantages
 from rlite.trainer.rl.critic import Critic, KlCoefficient
 from rlite.trainer.rl.device_plan import DevicePlan
 from rlite.trainer.rl.engines import Engines, LogprobPasses
-from rlite.trainer.rl.objective import PolicyLoss
-from rlite.trainer.rl.options import PpoConfig, PromptOptions
+from rlite.trainer.rl.objective import PolicyLoss, compute_advantages
+from rlite.trainer.rl.options import EPISODE, PpoConfig, PromptOptions
 from rlite.trainer.rl.recovery import TrainRecovery
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
@@ -47,6 +51,7 @@ from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.trainer.run.resume import started_at
 from rlite.trainer.run.training_run import TrainingRun
+from rlite.trainer.sampling.prompts import SampledPrompts, sampled
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -92,16 +97,19 @@ class Parts:
         self.context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
         num_prompts = options.train_data.prompts_per_rollout
-        self.prompts = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
+        sampler = options.train_data.sampler.make()
+        self.run = TrainingRun(options, trainer.total_steps, callbacks=[*callbacks, *sampler])
+        uniform = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
+        watching = [*self.run.callbacks.by_name.values()]
+        self.prompts = sampled(watching, self.data, uniform, num_prompts, trainer.seed)
         self.loss = maker.policy_loss()
-        self.run = TrainingRun(options, trainer.total_steps, callbacks=callbacks)
         self.device_plan = DevicePlan(options, self.context.length)
         self.engines = engines = self.device_plan.engines
         self.rollouts = maker.rollouts(engines, workflow, self.prompts, self.device_plan.routing)
         self.logprobs = maker.logprobs(engines, self.device_plan.routing)
         self.critic = maker.critic(engines)
-        self.estimator = outcome_estimator(options.adv)
-        """estimator of outcomes; None for gae and the whitened estimators"""
+        self.advantages = maker.advantages(workflow)
+        """batch, weight of the KL -> batch with advantages"""
         self.kl = KlCoefficient(options.kl)
         self.evaluations = make_evaluations(options.test_data, trainer, self.run, engines, sets)
         self.invalid = InvalidEvaluations(options.test_data, self.run)
@@ -118,9 +126,6 @@ class Parts:
         """true if the loss treats some tokens differently, which it chooses in the whole batch of an update"""
         self.has_adaptive_loss = options.kl.type == "loss" and options.kl.adaptive_target is not None
         """the weight of the KL in the loss follows a target"""
-        self.is_single = options.responses_per_prompt == 1
-        """true if there is one response to each prompt"""
-        self.reward_weights = {name: reward.weight for name, reward in options.reward.items()}
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,24 @@ class PartsMaker:
             kl_estimator=options.kl.loss_estimator,
             returns_tokens=options.trainer.record != "none",
         )
+
+    def advantages(self, workflow: RolloutWorkflow) -> Callable[..., TensorDict]:
+        """Return the function of a batch and `kl_coef` that computes advantages.
+
+        Args:
+            workflow: tells the number of seats.
+        """
+        options = self.options
+        given: dict[str, Any] = {
+            "adv": options.adv,
+            "kl": options.kl,
+            "is_single": options.responses_per_prompt == 1,
+            "weights": {name: reward.weight for name, reward in options.reward.items()},
+            "estimator": outcome_estimator(options.adv),
+        }
+        if options.adv.credit == EPISODE and workflow.num_seats == 1:
+            return partial(compute_advantages, **given)
+        return partial(credited_advantages, num_seats=workflow.num_seats, **given)
 
     def logprobs(self, engines: Engines, routing: RoutingReplay) -> LogprobPasses:
         """Return the forward passes beside the update."""
@@ -189,7 +212,11 @@ class PartsMaker:
         sizes = options.train_data.prompts_per_rollout, options.responses_per_prompt
         recorded = routing if routing.source == "rollout" else None
         kind = RolloutsAhead if rollout.max_head_offpolicyness else Rollouts
-        return kind(rollout, engines.rollout, workflow, prompts, *sizes, options.has_dynamic_filtering, recorded)
+        generated = None
+        if isinstance(prompts, SampledPrompts):
+            workflow, generated = prompts.numbered(workflow), prompts.generated()
+        others: Any = options.has_dynamic_filtering, recorded, generated
+        return kind(rollout, engines.rollout, workflow, prompts, *sizes, *others)
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
@@ -206,7 +233,8 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     equal_rewards = options.equal_rewards
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
     alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
-    return [usage, record, *own, alarms, LearningFacts(equal_rewards)]
+    template = TemplateFile(options.train_data.chat_template_path)
+    return [usage, record, *own, alarms, LearningFacts(equal_rewards), template]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
@@ -231,7 +259,7 @@ def read_prompts(
     else:
         parts = {name: read_source(source, "prompts") for name, source in sources.items()}
         rows = mixed_rows(parts, data.weights) if data.mixture else parts[""]
-    tests = held_out_sources(test_data, data.columns, data.system_prompt)
+    tests = held_out_sources(test_data, data.columns, data.system_prompt, data.map)
     return rows, {name: read_source(given.source(source), "prompts") for name, source in tests.items()}
 
 

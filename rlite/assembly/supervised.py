@@ -9,10 +9,10 @@ from typing import Any
 import rlite
 from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
-from rlite.assembly.observers import run_observers
+from rlite.assembly.observers import TemplateFile, run_observers
 from rlite.assembly.plans import data_plan, model_plan
 from rlite.data.chat.ends import LearntEnds
-from rlite.data.chat.template import CLOCK, check_template_options
+from rlite.data.chat.template import CLOCK, check_template_options, with_template
 from rlite.data.readers.formats import RowKind
 from rlite.data.readers.streaming import StreamedTable
 from rlite.data.rows import Rows, converted, described, read_source
@@ -38,7 +38,12 @@ def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | 
         record: record of evaluations by answers, if the trainer makes some.
     """
     own = run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan)
-    return [UsageReport(trainer.engine, repeated), *filter(None, [record]), *own]
+    return [
+        UsageReport(trainer.engine, repeated),
+        *filter(None, [record]),
+        *own,
+        TemplateFile(trainer.options.data.chat_template_path),
+    ]
 
 
 def make_plan(trainer: Any) -> dict[str, str]:
@@ -106,7 +111,7 @@ def read_tokens(
         kind: what the rows are for.
         given: rows of a program, in place of those of the paths.
     """
-    tokenizer = load_tokenizer(model_name)
+    tokenizer = with_template(load_tokenizer(model_name), data.chat_template_path, "data.chat_template_path")
     ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))
     check_template_options(tokenizer, data.chat_template_options, "data.chat_template_options")
     turns = {"last_turn_only": True} if data.last_turn_only else {}
@@ -129,6 +134,6 @@ def read_tokens(
         rows = mixed(parts, data.weights) if data.mixture else parts[""]
     ends.is_settled = True
     sets = {name: each for name, each in test_data.items() if not each.is_generated}
-    tests = held_out_sources(sets, data.columns, data.system_prompt)
+    tests = held_out_sources(sets, data.columns, data.system_prompt, data.map)
     test_rows = {name: tokens(source, test_ends, test_data[name].limit) for name, source in tests.items()}
     return replace(rows, ends=ends), test_rows

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import track
 
 from rlite.data.chat.ends import EscapingTokenizer
-from rlite.data.chat.template import check_template_options
+from rlite.data.chat.template import check_template_options, with_template
 from rlite.data.rows import check_prompts, stream_of
 from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
-from rlite.rollout.environments.factory import environment_workflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
+from rlite.services.environments.contracts import contract_workflow
 from rlite.trainer.held_out import GeneratedOptions, key_of
 from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.options import SamplingOptions
@@ -186,9 +186,10 @@ class RunWorkflows:
             make = WORKFLOWS[name]
         else:
             assert rollout.env_path is not None
-            make = environment_workflow(rollout.env_path, **rollout.process_options)
+            make = contract_workflow(rollout.env_path, rollout.env_config, **rollout.process_options)
             make = partial(make, max_turns=rollout.max_turns, max_length=self.context_limit)
         tokenizer: Any = load_tokenizer(options.actor.model_name)
+        tokenizer = with_template(tokenizer, options.train_data.chat_template_path, "train_data.chat_template_path")
         if template_options:
             check_template_options(tokenizer, template_options, OPTIONS_KEY)
             make = partial(_taking_options(make), chat_template_options=template_options)

@@ -18,6 +18,8 @@ class Source(NamedTuple):
     """group of options that names the table"""
     columns: Mapping[str, str | None] = {}
     """rlite's names of columns -> the table's names; None hides a column"""
+    map: str | None = None
+    """file.py:function of a row as the table has it, which returns the row to read"""
     system_prompt: str | None = None
     """begins conversations that have no system message"""
     rows: Iterable[Mapping[str, Any]] | None = None

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rlite.rollout.rewards.adapters import from_trl, from_verl
     from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.scripted import ScriptedEngine
+    from rlite.rollout.seats import SeatsWorkflow, endpoint_player
     from rlite.rollout.tools.toolbox import Tool
     from rlite.rollout.tools.workflow import ToolUseWorkflow
     from rlite.rollout.workflow import RolloutWorkflow, SingleTurnWorkflow, trajectory
@@ -59,6 +60,7 @@ __all__, __getattr__, __dir__ = imports.exports(
         "rlite.rollout.rewards.adapters": "from_trl from_verl",
         "rlite.rollout.rewards.function": "RewardFunction",
         "rlite.rollout.scripted": "ScriptedEngine",
+        "rlite.rollout.seats": "SeatsWorkflow endpoint_player",
         "rlite.rollout.tools.toolbox": "Tool",
         "rlite.rollout.tools.workflow": "ToolUseWorkflow",
         "rlite.rollout.workflow": "RolloutWorkflow SingleTurnWorkflow trajectory",

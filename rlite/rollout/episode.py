@@ -33,10 +33,11 @@ class Episode:
 
     Args:
         submitted: `time.monotonic()` at the submission.
+        siblings: all episodes of the group, in order.
     """
 
-    def __init__(self, submitted: float) -> None:
-        self._submitted = submitted
+    def __init__(self, submitted: float, siblings: Sequence[Episode] = ()) -> None:
+        self._submitted, self.siblings = submitted, siblings
         self.started: float | None = None
         self.ended: float | None = None
         self.ended_at: float | None = None

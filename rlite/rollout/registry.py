@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlite.errors import ConfigError, did_you_mean
-from rlite.imports import import_module
+from rlite.errors import ConfigError
+from rlite.imports import find_function
 from rlite.registry import Table
 
 if TYPE_CHECKING:
@@ -56,19 +56,8 @@ def find_reward(path: str, what: str) -> Callable[..., Any]:
         ConfigError: there is no such function, or no reward is registered under this name.
         ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
     """
-    home, colon, name = path.rpartition(":")
-    if not colon and path.endswith(".py"):
-        raise ConfigError(f"{what}: expected the function's name behind it, {path}:FUNCTION")
-    if not colon:
-        if path not in REWARDS:
-            raise ConfigError(f"{what}: expected file.py:function or package.module:function; {REWARDS.unknown(path)}")
-        return REWARDS[path]
-    found: Any = import_module(home, what)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            own = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-            raise ConfigError(f"{what}: {home} has no {part!r}; {did_you_mean(part, own)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{what}: expected a function, found {type(found).__name__}")
-    return found
+    if ":" in path or path.endswith(".py"):
+        return find_function(path, what)
+    if path not in REWARDS:
+        raise ConfigError(f"{what}: expected file.py:function or package.module:function; {REWARDS.unknown(path)}")
+    return REWARDS[path]

@@ -28,6 +28,8 @@ class RolloutWorkflow(ABC):
 
     needs_prompt: bool = True
     """true if a trainer checks beforehand that every row has a prompt, in one of `rlite.data.rows.PROMPT_KEYS`"""
+    num_seats: int = 1
+    """seats that are trained, each with a baseline of its own; rows of more than one have `seat_ids`"""
     gconfig: GenerationHyperparameters | None = None
     """sampling parameters. A trainer computes the loss for them, and evaluates a greedy copy of the workflow; None
     makes it use its own options"""

@@ -33,6 +33,8 @@ class HeldOutOptions(Options):
     """table of the set, in the form of the training data's path; null: no evaluation"""
     columns: dict[str, str | None] | None = None
     """rlite's names of columns and the table's; default: columns of the training data"""
+    map: str | None = None
+    """file.py:function of a row of this table; default: map of the training data"""
     system_prompt: str | None = None
     """message of the system; default: system_prompt of the training data"""
     limit: Count | None = None
@@ -47,7 +49,10 @@ class HeldOutOptions(Options):
 
 
 def held_out_sources(
-    sets: Mapping[str, HeldOutOptions], columns: Mapping[str, str | None], system_prompt: str | None
+    sets: Mapping[str, HeldOutOptions],
+    columns: Mapping[str, str | None],
+    system_prompt: str | None,
+    map: str | None = None,
 ) -> dict[str, Source]:
     """Return the tables to evaluate on by the names of their sets.
 
@@ -55,6 +60,7 @@ def held_out_sources(
         sets: options of the sets; a single set without a path evaluates nothing.
         columns: columns of the training data.
         system_prompt: system prompt of the training data.
+        map: function of the rows of the training data.
 
     Raises:
         ConfigError: a named set has no path.
@@ -68,6 +74,7 @@ def held_out_sources(
             path=options.path,
             key=key_of(name),
             columns=columns if options.columns is None else options.columns,
+            map=map if options.map is None else options.map,
             system_prompt=system_prompt if options.system_prompt is None else options.system_prompt,
         )
         for name, options in sets.items()

@@ -42,6 +42,8 @@ class SourceOptions(Options):
     """share of the rows of an epoch, relative to the other weights; give it to all sources or to none"""
     columns: Columns | None = None
     """rlite's names of columns and the table's; default: data.columns"""
+    map: str | None = None
+    """file.py:function of a row of this table; default: data.map"""
 
 
 class SingleTableOptions(Options):
@@ -50,7 +52,12 @@ class SingleTableOptions(Options):
     path: str | None = None
     """JSON, JSONL, CSV, Parquet or Arrow file, datasets folder or hub name; optionally split@path:subset"""
     columns: Columns = {}
-    """names of columns: rlite's name = the table's, such as {response: answer}; null hides a column"""
+    """names of columns: rlite's name = the table's, such as {response: answer}; a path reaches into objects,
+    {prompt: data.question}; null hides a column"""
+    map: str | None = None
+    """file.py:function that takes a row as the table has it, and returns the row to read, before columns are renamed"""
+    chat_template_path: str | None = None
+    """file of a chat template (Jinja) in place of the tokenizer's own; latest/ gets it, too"""
     system_prompt: str | None = None
     """system message before conversations that do not begin with one"""
     chat_template_options: dict[str, Any] = {}
@@ -104,7 +111,8 @@ class TableOptions(SingleTableOptions):
         Args:
             key: name of this group of options.
         """
-        shared = Source(path=self.path or "", key=key, columns=self.columns, system_prompt=self.system_prompt)
+        own: Any = {"columns": self.columns, "map": self.map, "system_prompt": self.system_prompt}
+        shared = Source(path=self.path or "", key=key, **own)
         if self.path is not None:
             return {"": shared}
         return {
@@ -112,6 +120,7 @@ class TableOptions(SingleTableOptions):
                 path=source.path,
                 key=f"{key}.mixture.{name}",
                 columns=self.columns if source.columns is None else source.columns,
+                map=self.map if source.map is None else source.map,
             )
             for name, source in self.mixture.items()
         }
@@ -138,16 +147,12 @@ class AnnouncedOptions(Options):
         """Raise ConfigError if a command lacks an option for which a program may give an object instead."""
 
 
-class LaunchOptions(AnnouncedOptions):
-    """The user's own code, and the processes that run the workers."""
+class ImportOptions(AnnouncedOptions):
+    """The user's own code."""
 
     imports: list[str] = []
     """Python files, or dotted names of modules, that register losses, advantages, rewards, workflows or callbacks; the
     argument --import FILE.py adds one"""
-    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
-    """launcher of the workers; default: torchrun under torchrun, else one process"""
-    num_devices: Count | None = None
-    """devices to use; default: one on CPU, all GPUs"""
 
     @field_validator("imports")
     @classmethod
@@ -156,6 +161,15 @@ class LaunchOptions(AnnouncedOptions):
         for name in names:
             import_own_code(name)
         return names
+
+
+class LaunchOptions(ImportOptions):
+    """The user's own code, and the processes that run the workers."""
+
+    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
+    """launcher of the workers; default: torchrun under torchrun, else one process"""
+    num_devices: Count | None = None
+    """devices to use; default: one on CPU, all GPUs"""
 
 
 SINKS = ("jsonl", "tensorboard", "wandb", "trackio")

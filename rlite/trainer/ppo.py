@@ -34,7 +34,6 @@ from rlite.observability import stats_tracker
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import ACCURACIES, prefixed
-from rlite.trainer.rl.objective import compute_advantages
 from rlite.trainer.rl.recovery import trained_on_device
 from rlite.trainer.rl.rollouts import trajectory_rewards
 from rlite.trainer.rl.statistics import with_selected
@@ -117,9 +116,7 @@ class PpoTrainer(TrainerLoop):
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
-        options, parts = self.options, self.parts
-        weights, estimator = parts.reward_weights, parts.estimator
-        return compute_advantages(batch, options.adv, options.kl, parts.is_single, self.kl.coef, weights, estimator)
+        return self.parts.advantages(batch, kl_coef=self.kl.coef)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> TensorDict:

@@ -11,6 +11,7 @@ import rlite
 import rlite.control
 import rlite.nn
 import rlite.rollout
+import rlite.rollout.contracts
 import rlite.rollout.openai
 import rlite.rollout.rewards
 import rlite.viewer
@@ -48,6 +49,22 @@ def test_agents_have_these_names_and_no_others():
     ]
 
 
+def test_contracts_of_environments_have_these_names_and_no_others():
+    assert rlite.rollout.contracts.__all__ == [
+        "GroupReward",
+        "OpenEnv",
+        "OpenEnvTools",
+        "OrsEnvironment",
+        "ToolEnvironmentWorkflow",
+        "ToolEpisode",
+        "TrlEnvironment",
+        "VerifiersEnvironment",
+        "VerifiersWorkflow",
+        "contract_workflow",
+        "from_openenv",
+    ]
+
+
 def test_the_control_plane_has_these_names_and_no_others():
     assert rlite.control.__all__ == [
         "BaseTrainer",
@@ -70,6 +87,7 @@ def test_every_exported_name_exists():
         rlite.control,
         rlite.nn,
         rlite.rollout,
+        rlite.rollout.contracts,
         rlite.rollout.openai,
         rlite.rollout.rewards,
         rlite.viewer,
@@ -80,7 +98,16 @@ def test_every_exported_name_exists():
 
 @pytest.mark.parametrize(
     "package",
-    [rlite, rlite.control, rlite.nn, rlite.rollout, rlite.rollout.openai, rlite.rollout.rewards, rlite.viewer],
+    [
+        rlite,
+        rlite.control,
+        rlite.nn,
+        rlite.rollout,
+        rlite.rollout.contracts,
+        rlite.rollout.openai,
+        rlite.rollout.rewards,
+        rlite.viewer,
+    ],
     ids=lambda p: p.__name__,
 )
 def test_lazy_names_equal_those_of_type_checkers(package: ModuleType):

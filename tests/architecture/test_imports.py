@@ -25,9 +25,12 @@ HOMES = {
     "aiohttp": (
         "rlite/services/endpoint/endpoint.py",
         "rlite/services/endpoint/connections.py",
+        "rlite/services/environments/openenv.py",
+        "rlite/services/environments/ors.py",
         "rlite/backends/sglang/client.py",
         "rlite/viewer/server.py",
     ),
+    "verifiers": "rlite/services/environments/verifiers_calls.py",
     "openai": "rlite/services/endpoint/client.py",
     "wandb": "rlite/services/console/sinks.py",
     "tensorboard": "rlite/services/console/sinks.py",

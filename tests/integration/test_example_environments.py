@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import rlite
+from rlite.assembly.commands.env_check import check
+from rlite.assembly.commands.env_options import EnvConfig
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.imports import import_own_code
 from rlite.rollout import GenerationHyperparameters, LLMRequest, ScriptedEngine
@@ -149,3 +151,10 @@ def test_search_trains_from_the_command_line(searching: None, tmp_path: Path) ->
     settings = ["--import", str(FOLDER / "search.py"), "rollout.workflow=search"]
     template = TOOLS + CHATML.replace("<|im_end|>", CALLS + "<|im_end|>", 1)
     assert trained(tmp_path, rows, *settings, template=template)["reward"] == 0.0
+
+
+@pytest.mark.parametrize("spec", ["self_play.py:bids", "shop.py:shop"])
+def test_the_examples_of_seats_and_of_tools_with_state_pass_the_check(spec: str) -> None:
+    options = EnvConfig(action="check", spec=f"{FOLDER}/{spec}", answers=["7"])
+    found = {finding.topic: finding for finding in check(options)}
+    assert {finding.level for finding in found.values()} <= {"ok", "note"}, found

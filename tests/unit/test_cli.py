@@ -81,6 +81,7 @@ def test_help_may_be_read_by_head():
     ("command", "arguments"),
     [
         *[("view", "RUN [RUN2 ...] [--export FILE.html]"), ("generate", 'MODEL "PROMPT"'), ("merge", "ADAPTER OUT")],
+        ("serve", "MODEL"),
         *[("eval", "MODEL [MODEL2] [--data ROWS]"), ("launch", "JOB.yaml"), ("status", "[NAME]"), ("logs", "NAME")],
     ],
 )
@@ -113,7 +114,7 @@ def test_help_and_schema_offer_the_same_estimators_of_a_kl_loss(monkeypatch, cap
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "schema: expected one command; known: cpo, doctor, dpo, eval, generate, grpo, kto, launch, logs, merge",
+            "schema: expected one command; known: cpo, doctor, dpo, env, eval, generate, grpo, kto, launch, logs, merge",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],
@@ -169,6 +170,9 @@ WRONG = [
     ("plan", "model_name=m", "num_devices=0"),
     ("quickstart", "steps=few"),
     ("doctor", "self_test=perhaps"),
+    ("env", "chek", "game.py"),
+    ("ppo", "actor.model_name=m", "train_data.sampler.name=curiculum"),
+    ("ppo", "actor.model_name=m", "adv.credit=token"),
     ("view", "run", "port=many"),
     *((name, "name=x", "wait=perhaps") for name in ("launch", "status", "logs", "stop")),
 ]
@@ -201,6 +205,13 @@ MISSING = {
     ("sft", *ROWS, "test_data.held.path=held.parquet"): "test_data.held.path=held.parquet: no such file",
     ("ppo", *HERE, "reward.path=mine.py:f"): "reward.path=mine.py:f: no such file in",
     ("ppo", *HERE, "reward.path=my.py:g"): "reward.path=my.py:g: my.py has no 'g'; known: f",
+    (
+        "ppo",
+        *HERE,
+        "reward.path=my.py:f",
+        "train_data.map=my.py:g",
+    ): "train_data.map=my.py:g: my.py has no 'g'; known: f",
+    ("sft", *ROWS, "data.chat_template_path=no.jinja"): "data.chat_template_path=no.jinja: no such file",
     ("ppo", *HERE, "reward.path=my.py"): "reward.path=my.py: expected the function's name behind it",
     (
         "grpo",

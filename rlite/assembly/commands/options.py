@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le
 
 from rlite.backends.fsdp2.options import Dtype
-from rlite.config import Count, Positive, Seed
+from rlite.config import Count, Natural, Positive, Seed
 from rlite.trainer.model.options import LayoutOptions, OptimizerName
 from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions, TrainerOptions
 
@@ -55,6 +55,77 @@ class GenerateConfig(SamplingOptions, AnnouncedOptions):
             yield 'prompt: expected a prompt, as in `rlite generate MODEL "PROMPT"`, or prompt_file=FILE, and not both'
         if self.chat is False and (self.system_prompt is not None or self.chat_template_options):
             yield "chat=false: system_prompt and chat_template_options are options of a chat; leave them or chat out"
+
+
+class ServeConfig(SamplingOptions, AnnouncedOptions):
+    """Options of `rlite serve MODEL`."""
+
+    without_key: ClassVar[tuple[str, ...]] = ("model",)
+    help_arguments: ClassVar[str] = "MODEL"
+    help_example: ClassVar[str] = "runs/grpo port=8000 executor=vllm"
+    help_first: ClassVar[tuple[str, ...]] = ("port", "host", "token_file", "name")
+
+    model: str
+    """folder of a model or of a run (its newest model), or hub name; the first argument without a key"""
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    """port to listen on; 0 takes a free one"""
+    host: str = "127.0.0.1"
+    """address to listen on; another one than this machine's own lets other machines connect. Nothing is encrypted"""
+    host_names: list[str] = []
+    """further names under which clients reach the server, such as that of a proxy"""
+    token_file: str = "~/.cache/rlite/serve-token"
+    """file with the token that each request needs; made if it does not exist. RLITE_SERVE_TOKEN takes precedence"""
+    name: str | None = None
+    """name of the model in requests; default: the last part of its path"""
+    max_running: Count = 256
+    """requests that are answered at the same time"""
+    max_waiting: Natural = 1024
+    """requests that may wait; further ones are refused with status 429"""
+    max_length: Annotated[int, Ge(2)] | None = None
+    """longest prompt and answer together that a request may have, in tokens; default: the engine's limit"""
+    max_new_tokens: Count = 4096
+    """longest answer of requests that set none, in tokens"""
+    chat_template_options: dict[str, Any] = {}
+    """options of the chat template, such as {enable_thinking: false}"""
+    tool_format: str | None = None
+    """format in which the model calls tools, such as hermes; default: the chat template's"""
+    executor: str = "torch"
+    """inference executor, such as vllm"""
+    tp_size: Count = 1
+    """devices that share one replica"""
+    num_devices: Count | None = None
+    """devices to use, a multiple of tp_size; default: tp_size"""
+    dtype: str | None = None
+    """type of the weights; default: the checkpoint's"""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """longest prompt and answer together that the engine has memory for; default: the executor's"""
+    max_num_seqs: Count | None = None
+    """sequences that a replica decodes at once; default: the executor's"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = None
+    """share of a GPU's memory for the engine; default: the executor's"""
+    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
+    """launcher of the workers; default: one process"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a replica size that does not divide the devices."""
+        yield from super().problems()
+        if self.num_devices is not None and self.num_devices % self.tp_size:
+            yield f"tp_size={self.tp_size} does not divide num_devices={self.num_devices}"
+
+    def headline(self) -> str:
+        """Return in a few words what is served."""
+        return f"serves {self.model} on {self.host}"
+
+    def build_options(self) -> dict[str, Any]:
+        """Return keyword arguments of the engine's `build`."""
+        sizes = {"tensor_parallel_size": self.tp_size, "data_parallel_size": self.devices // self.tp_size}
+        names = ("dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
+        return sizes | {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.num_devices or self.tp_size
 
 
 class MergeConfig(AnnouncedOptions):

@@ -30,7 +30,7 @@ from rlite import config
 from rlite.assembly.commands.generate import check_writes, model_folder
 from rlite.assembly.evaluate.options import EvalConfig
 from rlite.assembly.workflows import own_rewards
-from rlite.data.chat.template import check_template_options
+from rlite.data.chat.template import check_template_options, with_template
 from rlite.data.rows import check_prompts, place_of, read_source
 from rlite.errors import ConfigError, DataError, RolloutError, did_you_mean
 from rlite.evaluation.episodes import run_episodes, serving_engine
@@ -43,13 +43,14 @@ from rlite.nn.pretrained import load_tokenizer, local_checkpoint
 from rlite.rollout import RolloutWorkflow, SingleTurnWorkflow
 from rlite.rollout.collector.ended import Ended
 from rlite.rollout.collector.options import CollectorOptions
-from rlite.rollout.environments.factory import environment_workflow
+from rlite.rollout.environments.file import code_file
 from rlite.rollout.episode import mix
 from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.services.console.terminal import ConsoleReporter
+from rlite.services.environments.contracts import contract_workflow
 from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of
 from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
@@ -106,7 +107,7 @@ class EvaluationRequest:
                 found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
             else:
                 found[str(file)] = digest([file.read_bytes()])
-        if options.env_path is not None and (file := Path(options.env_path)).is_file():
+        if options.env_path is not None and (file := Path(code_file(options.env_path))).is_file():
             found[options.env_path] = digest([file.read_bytes()])
         if options.workflow is not None:
             found[options.workflow] = digest_of(WORKFLOWS[options.workflow])
@@ -123,11 +124,14 @@ class EvaluationRequest:
         if options.stop_token_ids:  # absent from settings of older versions
             sampling["stop_token_ids"] = options.stop_token_ids
         rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
+        scored_by = {name: plain[name] for name in _SCORED_BY}
+        if options.env_config:  # absent from settings of older versions
+            scored_by["env_config"] = plain["env_config"]
         content = (json.dumps(row, sort_keys=True, default=str) for row in rows)
         return {
             "questions": {"number": len(rows), "content": digest(content)} if rows else {},
             "chat_template_options": plain["data"]["chat_template_options"],
-            "scores": {"reward": rewards, **{name: plain[name] for name in _SCORED_BY}, "code": self.code()},
+            "scores": {"reward": rewards, **scored_by, "code": self.code()},
             "tasks": self._tasks(plain) if options.tasks else {},
             "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
         }
@@ -190,7 +194,7 @@ class EvaluationRequest:
             return lambda sampling, tokenizer, _: WORKFLOWS[name](sampling, tokenizer)
         own = {"chat_template_options": options.data.chat_template_options}
         if options.env_path is not None:
-            make = partial(environment_workflow(options.env_path, **options.process_options), **own)
+            make = partial(contract_workflow(options.env_path, options.env_config, **options.process_options), **own)
             turns = options.max_turns
             return lambda sampling, tokenizer, limit: make(sampling, tokenizer, max_turns=turns, max_length=limit())
         rewards = ChosenRewards(options.reward, self.given.functions())
@@ -208,7 +212,9 @@ class EvaluationRequest:
             CheckpointError: the tokenizer is unusable.
             ConfigError: the checkpoint has no tokenizer, or no chat template for the options.
         """
-        tokenizer, own = load_tokenizer(folder), self.options.data.chat_template_options
+        data = self.options.data
+        tokenizer, own = load_tokenizer(folder), data.chat_template_options
+        tokenizer = with_template(tokenizer, data.chat_template_path, "data.chat_template_path")
         if own:
             check_template_options(tokenizer, own, "data.chat_template_options")
         return tokenizer
@@ -384,8 +390,9 @@ def read_generated(
     """
     found: dict[str, EvaluationSet] = {}
     default = SamplingOptions(temperature=0.0, max_new_tokens=max_new_tokens)
-    for name, source in held_out_sources(sets, data.columns, data.system_prompt).items():
-        own, key, tokenizer = sets[name], key_of(name), load_tokenizer(model_name)
+    for name, source in held_out_sources(sets, data.columns, data.system_prompt, data.map).items():
+        own, key = sets[name], key_of(name)
+        tokenizer = with_template(load_tokenizer(model_name), data.chat_template_path, "data.chat_template_path")
         rows = read_source(given.source(source), "prompts")[: own.limit]
         sampling = own.sampling.completed_by(default).gconfig()
         workflow: RolloutWorkflow

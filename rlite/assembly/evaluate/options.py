@@ -18,7 +18,7 @@ from rlite.data.source import Source
 from rlite.errors import ConfigError
 from rlite.files import file_name
 from rlite.key_value import named, spelled, split_positional
-from rlite.rollout.environments.file import EnvironmentOptions, is_gym_file
+from rlite.rollout.environments.file import EnvironmentOptions, brings_items
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out import SOLVED_AT, problems_of_k
 from rlite.trainer.options import LaunchOptions, SamplingOptions, ServingOptions, SingleTableOptions, Temperature
@@ -112,7 +112,8 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     env_path: str | None = None
-    """Python file with an environment, as rollout.env_path of ppo. A file with `make` needs no data: seeds 0, 1, ..."""
+    """Python file with an environment, as rollout.env_path of ppo. A file with `make`, and an environment
+    CONTRACT:NAME of another library, need no data: seeds 0, 1, ..."""
     tasks: list[str] = []
     """tasks of lm-evaluation-harness, in place of data; package lm_eval"""
     num_fewshot: Natural | None = None
@@ -199,7 +200,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
         """
         if self.data.path is not None or self.tasks or not self.sources_of_scores:
             return
-        if self.env_path is None or not is_gym_file(self.env_path):
+        if self.env_path is None or not brings_items(self.env_path):
             raise ConfigError("missing: data.path=FILE, the prompts (an environment file with `make` alone needs none)")
 
     @property

@@ -13,6 +13,7 @@ from datetime import datetime
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
@@ -306,6 +307,26 @@ class ChatTemplate:
 def has_chat_template(tokenizer: Any) -> bool:
     """Return whether a tokenizer has a chat template."""
     return getattr(tokenizer, "chat_template", None) is not None
+
+
+def with_template(tokenizer: Any, path: str | None, key: str) -> Any:
+    """Return a tokenizer, whose chat template is from now on the text of a file that the user names.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        path: the file; None changes nothing.
+        key: name of the option in messages.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if path is not None:
+        try:
+            tokenizer.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{key}={path}: expected a text file with a chat template: {error}") from error
+        check_template_limits(tokenizer)
+    return tokenizer
 
 
 def check_template_limits(tokenizer: Any) -> None:

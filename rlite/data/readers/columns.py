@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from rlite.data.readers.formats import FORMATS, SYSTEM_ROLES, Format, RowKind, format_of, known_columns
-from rlite.data.readers.tables import NULL, Row, is_null, without_added_nulls
+from rlite.data.readers.tables import NULL, Row, is_null, type_in_words, without_added_nulls
 from rlite.data.source import Source
-from rlite.errors import ConfigError, DataError, did_you_mean
+from rlite.errors import ConfigError, DataError, did_you_mean, own_traceback
+from rlite.imports import find_function
 
 
 def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[Row], str]:
@@ -31,7 +33,7 @@ def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[
     if not rows:
         raise DataError(f"{where}: no rows; expected at least one")
     known = known_columns(kind) - {"margin"}
-    rows = _renamed(rows, kind, source)
+    rows = _renamed(mapped(rows, source), kind, source)
     lacking = [[name for name in known & row.keys() if row[name] is not None and is_null(row[name])] for row in rows]
     # None in place of pandas' NaN
     rows = [row | dict.fromkeys(names) if names else row for row, names in zip(rows, lacking, strict=True)]
@@ -66,16 +68,61 @@ def _renamed(rows: Sequence[Row], kind: RowKind, source: Source) -> list[Row]:
     for name, own in columns.items():
         if kind != "prompts" and name not in known:  # rewards and environments read any column
             raise ConfigError(f"{key}.columns.{name}: no such column is read; {did_you_mean(name, known)}")
-        if own is not None and own not in present:
+        if own is not None and own not in present and all(value_at(row, own) is None for row in rows):
             raise ConfigError(f"{key}.columns.{name}={own}: {where} has no such column; {did_you_mean(own, present)}")
     taken = {name: own for name, own in columns.items() if own is not None}
     moved = {*columns, *taken.values()}
 
     def renamed(row: Row) -> Row:
-        made = {name: row.get(own) for name, own in taken.items()}
+        made = {name: value_at(row, own) for name, own in taken.items()}
         return {name: value for name, value in row.items() if name not in moved} | without_added_nulls(made)
 
     return list(map(renamed, rows))
+
+
+def value_at(row: Row, path: str) -> Any:
+    """Return the value of a column; None if there is none.
+
+    Args:
+        row: the row.
+        path: name of a column, or a path through its objects and lists, such as "data.turns.0.text". A column whose own
+            name is the path goes first.
+    """
+    if row.get(path) is not None:
+        return row[path]
+    found: Any = row
+    for part in path.split("."):
+        if isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def mapped(rows: Sequence[Row], source: Source) -> Sequence[Row]:
+    """Return the rows that the user's function makes of the rows of a table, in their order.
+
+    Raises:
+        ConfigError: there is no such function.
+        DataError: it raised an exception, or returned something else than a row. The message names the row.
+    """
+    if source.map is None:
+        return rows
+    what, made = f"{source.key}.map={source.map}", []
+    function = find_function(source.map, what)
+    for number, row in enumerate(rows):
+        at = f"{source.where}, row index {number}"
+        try:
+            found = function(dict(row))
+        except Exception as error:  # the user's code may raise anything
+            raise DataError(f"{at}: {what} raised {type(error).__name__}: {error}\n{own_traceback(error)}") from error
+        if not isinstance(found, Mapping):
+            kind = type_in_words(found)
+            raise DataError(
+                f"{at}: {what} returned {kind}; expected a dict of columns. Leave rows out of the table itself"
+            )
+        made.append(dict(found))
+    return made
 
 
 def _names(row: Row) -> str:

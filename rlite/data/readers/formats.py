@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rlite.data.chat.answers import check_answer
 from rlite.data.chat.masks import check_messages
 from rlite.data.readers.tables import Row, check_columns, check_text, parse_json
-from rlite.errors import DataError, did_you_mean
+from rlite.errors import ConfigError, DataError, did_you_mean
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -416,6 +416,27 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
     ),
 }
 """formats of each kind of rows; a row has the first one that fits"""
+
+
+def register_format(kind: RowKind, form: Format) -> Format:
+    """Register a format of rows of your own, which goes before the others. Call it in a file that `--import` names.
+
+    Args:
+        kind: "demonstrations" (sft), "preferences" (rm, dpo), "unpaired" (kto) or "prompts" (ppo).
+        form: the format, whose `convert` returns a row of a format that rlite has, such as `messages`.
+
+    Returns:
+        The format.
+
+    Raises:
+        ConfigError: the kind is unknown, or a format has the name.
+    """
+    if kind not in FORMATS:
+        raise ConfigError(f"register_format({kind!r}): {did_you_mean(kind, FORMATS)}")
+    if any(known.name == form.name for known in FORMATS[kind]):
+        raise ConfigError(f"register_format: a format of {kind} has the name {form.name!r}; choose another")
+    FORMATS[kind] = (form, *FORMATS[kind])
+    return form
 
 
 def known_columns(kind: RowKind) -> set[str]:

@@ -75,8 +75,8 @@ class Group:
     episodes: list[Episode] = field(init=False)
 
     def __post_init__(self) -> None:
-        submitted = time.monotonic()
-        self.episodes = [Episode(submitted) for _ in range(self.size)]
+        submitted, self.episodes = time.monotonic(), []
+        self.episodes += (Episode(submitted, self.episodes) for _ in range(self.size))
 
     @property
     def age(self) -> int | None:

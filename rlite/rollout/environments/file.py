@@ -94,6 +94,45 @@ def is_gym_file(path: str | Path) -> bool:
     return "make" in names and "step" not in names
 
 
+CONTRACTS = {
+    "verifiers": "verifiers:TASKSET, the id of an installed taskset, or a file with one",
+    "trl": "trl:file.py:NAME, a class or another environment_factory",
+    "openenv": "openenv:URL, a server whose actions are texts",
+    "openenv-tools": "openenv-tools:URL, a server whose actions are calls of tools",
+    "ors": "ors:URL, a server of the Open Reward Standard",
+}
+"""contracts of environments by the first word of `env_path`, with their form"""
+
+
+def contract_of(path: str | Path) -> tuple[str, str]:
+    """Return the contract that a path begins with, and the rest; "" and the path if it is a file.
+
+    Raises:
+        ConfigError: nothing follows the name of the contract.
+    """
+    contract, colon, rest = str(path).partition(":")
+    if not colon or contract not in CONTRACTS:
+        return "", str(path)
+    if not rest:
+        raise ConfigError(f"rollout.env_path={path}: expected {CONTRACTS[contract]}")
+    return contract, rest
+
+
+def code_file(path: str | Path) -> str:
+    """Return the file with the code of an environment; another text if its code is in no file of this machine."""
+    contract, name = contract_of(path)
+    return name.rpartition(":")[0] if contract == "trl" else name
+
+
+def brings_items(path: str | Path) -> bool:
+    """Return whether the episodes of an environment need only a seed, and no data.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a Python file.
+    """
+    return bool(contract_of(path)[0]) or is_gym_file(path)
+
+
 WorkflowName = Annotated[str, AfterValidator(WORKFLOWS.name_of)]
 """name of a registered workflow"""
 
@@ -104,7 +143,9 @@ class EnvironmentOptions(Options):
     env_path: str | None = None
     """Python file with `async step(state, action, extra_info)`, which returns the keys in STEP_KEYS of
     rlite.rollout.environments.file; or with `make(**env_options)`, which returns a Gym-like environment: then rows
-    have a `seed`, and no prompt"""
+    have a `seed`, and no prompt; or an environment of another library, CONTRACT:NAME (docs/contracts.md)"""
+    env_config: dict[str, Any] = {}
+    """further arguments of an environment CONTRACT:NAME, such as {split: test}"""
     workflow: WorkflowName | None = None
     """name of a registered workflow, in place of env_path and of rewards"""
     env_timeout: Seconds = 60.0

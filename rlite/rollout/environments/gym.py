@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Protocol, Unpack
 
 from tensordict import TensorDict
 
@@ -29,6 +29,13 @@ class GymEpisode(NamedTuple):
     """first observation"""
     step: Callable[[str], Awaitable[Turn]]
     """takes an action"""
+
+
+class GymEpisodes(Protocol):
+    """Environments of one kind, whose actions and observations are texts."""
+
+    def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AbstractAsyncContextManager[GymEpisode]:
+        """Begin an episode, which ends with the block."""
 
 
 class GymEnvironment:
@@ -151,7 +158,7 @@ class GymWorkflow(ConversationWorkflow):
 
     def __init__(
         self,
-        environment: GymEnvironment,
+        environment: GymEpisodes,
         gconfig: GenerationHyperparameters | Mapping[str, Any],
         tokenizer: Tokenizer,
         max_turns: int = 16,

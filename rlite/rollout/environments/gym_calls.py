@@ -39,17 +39,12 @@ class GymFunction:
         if method == "check":
             return b"", Turn("")
         if method == "reset":
-            random.seed(arguments["seed"])
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(arguments["seed"] % 2**32)
+            seeded(arguments["seed"])
             environment, turn = start(self.make, **arguments)
         else:
-            environment, (generator, numpy_generator) = pickle.loads(memory)
-            random.setstate(generator)
-            if numpy_generator is not None:
-                sys.modules["numpy"].random.set_state(numpy_generator)
+            environment = unpickled(memory)
             turn = advance(environment, **arguments)
-        return b"" if turn.is_done else _pickled(environment), turn
+        return b"" if turn.is_done else pickled(environment), turn
 
 
 class TextArenaGame:
@@ -143,7 +138,28 @@ def close(environment: Any) -> None:
         environment.close()
 
 
-def _pickled(environment: Any) -> bytes:
+def seeded(seed: int) -> None:
+    """Seed the random number generators of the process."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def unpickled(memory: bytes) -> Any:
+    """Return an environment, and restore the states of the random number generators."""
+    environment, (generator, numpy_generator) = pickle.loads(memory)
+    random.setstate(generator)
+    if numpy_generator is not None:
+        sys.modules["numpy"].random.set_state(numpy_generator)
+    return environment
+
+
+def pickled(environment: Any) -> bytes:
+    """Return an environment and the states of the random number generators as bytes.
+
+    Raises:
+        ConfigError: the environment cannot be pickled.
+    """
     numpy = sys.modules.get("numpy")
     generators = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

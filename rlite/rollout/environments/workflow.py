@@ -82,6 +82,11 @@ class Environment:
         self._has_reset: bool | None = None
 
     @property
+    def has_reset(self) -> bool:
+        """True if the environment itself gives the first state, so that a row needs no prompt. Known after loading."""
+        return self._has_reset is True
+
+    @property
     def begins_with_prompt(self) -> bool:
         """True if the first state is the row's prompt. It is known once the file was loaded."""
         return self._has_reset is False
@@ -166,6 +171,7 @@ class EnvironmentWorkflow(ConversationWorkflow):
     ) -> None:
         super().__init__(gconfig, tokenizer, max_turns, max_length, chat_template_options)
         self.environment = environment
+        self.needs_prompt = not environment.has_reset
 
     def opening(self, data: Mapping[str, Any]) -> list[int] | None:
         """Return the tokens of the row's prompt if episodes begin with it, else None."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlite.rollout.rewards.function import RewardFunction
     from rlite.rollout.rewards.gsm8k import gsm8k_reward
     from rlite.rollout.rewards.math import math_verify_reward
+    from rlite.rollout.rewards.overlong import overlong_penalty
     from rlite.rollout.rewards.reasoning import reasoning_gym_reward
 
 # lazy: ready rewards are built on packages that take a second to import, and a reward process needs one of them
@@ -21,6 +22,7 @@ __all__, __getattr__, __dir__ = imports.exports(
         "rlite.rollout.rewards.function": "RewardFunction",
         "rlite.rollout.rewards.gsm8k": "gsm8k_reward",
         "rlite.rollout.rewards.math": "math_verify_reward",
+        "rlite.rollout.rewards.overlong": "overlong_penalty",
         "rlite.rollout.rewards.reasoning": "reasoning_gym_reward",
     },
 )

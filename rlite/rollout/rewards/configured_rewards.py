@@ -12,6 +12,7 @@ from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.registry import find_reward
 from rlite.rollout.rewards.adapters import TrlReward, call_selectively, from_trl, from_verl, signature_of, takes_all
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.groups import GroupReward
 from rlite.rollout.rewards.options import RewardOptions
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
 
@@ -150,8 +151,9 @@ class ChosenReward(NamedTuple):
         fn, options = self.adapted.fn, self.options
         if is_part and isinstance(fn, TrlReward):
             fn = dataclasses.replace(fn, is_part=True)
-        own = {name: value for name, value in options if name not in ("path", "weight", "processes")}
-        return RewardFunction(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
+        own = {name: value for name, value in options if name not in ("path", "weight", "options", "processes")}
+        kind = GroupReward if isinstance(fn, TrlReward) else RewardFunction
+        return kind(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
 
 
 class ChosenRewards:
@@ -199,9 +201,24 @@ class ChosenRewards:
         return WeightedRewards(parts)
 
 
+def _with_options(fn: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    """Return a reward function with some of its keyword arguments.
+
+    Raises:
+        ConfigError: the function has no such argument.
+    """
+    signature = signature_of(fn)
+    for option in () if takes_all(signature) else options:
+        if option not in signature.parameters:
+            raise ConfigError(f"{key}.options.{option}: {did_you_mean(option, signature.parameters)}")
+    return functools.partial(fn, **options)
+
+
 def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, key: str) -> ChosenReward:
     what = f"{key}.path={options.path}"
     found = find_reward(options.path, what) if given is None else given
+    if options.options and not isinstance(found, RewardFunction):
+        found = _with_options(found, options.options, key)
     if not isinstance(found, RewardFunction):
         return ChosenReward(name, what, options, None, adapt(found, what))
     if options.changed:

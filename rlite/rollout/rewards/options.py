@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -18,6 +18,8 @@ class RewardOptions(Options):
     """file.py:function, package.module:function, or the name of a reward that `--import` registers"""
     weight: Finite = 1.0
     """factor of this reward in the sum of all"""
+    options: dict[str, Any] = {}
+    """further keyword arguments of the function, the same for every answer"""
     timeout: Seconds = 15.0
     """seconds for one call"""
     processes: Count | None = None

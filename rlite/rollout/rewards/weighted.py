@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rlite.rollout.failures import RewardInvalid
-from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.function import RewardFunction, noted
+from rlite.rollout.rewards.groups import GroupReward
 from rlite.rollout.rewards.score import Reward
 from rlite.runtime.event_loop import side_by_side
 
@@ -54,10 +54,10 @@ class WeightedRewards:
         return reward
 
 
-def has_trl_signature(reward: RewardFunction | WeightedRewards) -> bool:
-    """Return whether a reward function, or one of several, has TRL's signature and so takes lists of completions."""
+def compares_groups(reward: RewardFunction | WeightedRewards) -> bool:
+    """Return whether a reward function, or one of several, gets the completions of a group in one call."""
     parts = reward.parts.values() if isinstance(reward, WeightedRewards) else [Part(reward, 1.0)]
-    return any(isinstance(part.function.fn, TrlReward) for part in parts)
+    return any(isinstance(part.function, GroupReward) for part in parts)
 
 
 def _value(reward: float) -> float:

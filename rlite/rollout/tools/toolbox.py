@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 from rlite.errors import ConfigError
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.results import read_text, result_text
+from rlite.rollout.tools.state import EpisodeState, takes_state, without_state
 from rlite.runtime.event_loop import converted
 from rlite.runtime.sandbox.calls import SANDBOX_ERRORS, SandboxError, SandboxTimeout
 from rlite.runtime.sandbox.function import SandboxFunction
@@ -23,7 +24,8 @@ class Tool:
     """A function with its JSON schema for the chat template.
 
     A synchronous function runs in a process that can be killed, as rewards do, and keeps nothing between two calls. An
-    asynchronous function runs in the event loop.
+    asynchronous function runs in the event loop. A function whose first parameter is `state` or `self` gets the state
+    of the episode there, and runs in a thread of the episode; see `rlite.rollout.tools.state`.
     """
 
     schema: Mapping[str, Any]
@@ -53,12 +55,17 @@ class Tool:
         if not callable(tool):
             raise ConfigError(f"a tool is {tool!r}; expected a function, or {{'schema': ..., 'call': function}}")
         try:
-            return cls(get_json_schema(tool), tool)
+            return cls(get_json_schema(without_state(tool) if takes_state(tool) else tool), tool)
         except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
             raise ConfigError(
                 f"the tool {getattr(tool, '__name__', tool)!r} has no schema: {error}; give its parameters type hints "
                 "and a docstring with `Args:`, or give {'schema': ..., 'call': function}"
             ) from error
+
+    @property
+    def needs_state(self) -> bool:
+        """True if the function gets the state of the episode."""
+        return takes_state(self.function)
 
     @property
     def name(self) -> str:
@@ -80,35 +87,50 @@ class Toolbox:
         tools: tools in any form that `Tool.of` accepts.
         timeout: seconds for one call.
         env_vars: names of environment variables that the tools' processes also receive (see RewardFunction).
+        has_state: episodes have a state.
 
     Raises:
-        ConfigError: an entry is not a tool, or a name occurs twice.
+        ConfigError: an entry is not a tool, a name occurs twice, or a tool needs a state that episodes do not have.
     """
 
-    def __init__(self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = ()) -> None:
+    is_done = has_state = False
+    """a call of a tool ends no episode, and changes nothing that a reward reads"""
+
+    def __init__(
+        self, tools: Iterable[Any], timeout: float = 30.0, env_vars: Sequence[str] = (), has_state: bool = False
+    ) -> None:
         found = [Tool.of(tool) for tool in tools]
+        if not has_state and (needing := [tool.name for tool in found if tool.needs_state]):
+            told = f"the first parameter of {', '.join(needing)} is the state of the episode"
+            raise ConfigError(f"tools: {told}; give ToolUseWorkflow a state=, or rename the parameter")
         self.names = [tool.name for tool in found]
         self.schemas = [tool.schema for tool in found]
         """schemas for the chat template"""
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice or not found:
             raise ConfigError(f"tools: {', '.join(twice)} more than once" if twice else "tools: expected at least one")
-        self._call = {tool.name: _runner(tool, timeout, env_vars) for tool in found}
+        self._call = {tool.name: _runner(tool, timeout, env_vars) for tool in found if not tool.needs_state}
+        self._stateful = {tool.name: tool.function for tool in found if tool.needs_state}
 
-    async def call(self, call: ToolCall) -> ToolResult:
+    async def call(self, call: ToolCall, state: EpisodeState | None = None) -> ToolResult:
         """Return the result of a tool call. A failure is also a result, so the model may try again.
 
         Args:
             call: name and arguments.
+            state: state of the episode, for the tools that need it.
         """
-        if call.name not in self._call:
-            return ToolResult(f"Error: there is no tool {call.name}; there are: {', '.join(self._call)}", is_error=True)
+        if call.name not in self.names:
+            return ToolResult(f"Error: there is no tool {call.name}; there are: {', '.join(self.names)}", is_error=True)
         try:
+            if call.name in self._stateful:
+                assert state is not None
+                return ToolResult(await state.use(self._stateful[call.name], call.arguments))
             return ToolResult(await self._call[call.name](call.arguments))
         except SandboxTimeout:
             return ToolResult(f"Error: {call.name} took too long", is_error=True)
         except SandboxError as error:
-            what = str(error).partition("\n")[0].removeprefix(f"the tool {call.name} raised ")  # below is the traceback
+            first = str(error).partition("\n")[0]  # below is the traceback
+            what = first.partition(" raised ")[2] or first
             return ToolResult(f"Error: {what}", is_error=True)
 
 

@@ -7,9 +7,9 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from tensordict import TensorDict
 from transformers.utils import get_json_schema
@@ -19,12 +19,14 @@ from rlite.data.chat.forms import Message
 from rlite.data.chat.stops import without_end
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, Tokenizer, has_chat_template
 from rlite.data.prompts import raw_tokens
+from rlite.data.rows import PROMPT_KEYS
 from rlite.errors import ConfigError, DataError, did_you_mean
 from rlite.rollout.conversation import Conversation, ConversationOptions, ConversationWorkflow
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.weighted import as_reward_function
 from rlite.rollout.tools import formats
-from rlite.rollout.tools.toolbox import Toolbox
+from rlite.rollout.tools.state import EpisodeState, MakeState, episode_state
+from rlite.rollout.tools.toolbox import Toolbox, ToolResult
 from rlite.rollout.workflow import reward_arguments
 from rlite.runtime.sandbox.calls import SandboxError
 from rlite.runtime.sandbox.function import SandboxFunction
@@ -161,7 +163,121 @@ def _reads(form: formats.ToolCallFormat, tokenizer: Any, written: list[int]) -> 
     return formats.typed(form.parse(text)[1], [TOOL]) == [PROBE]
 
 
-class ToolUseWorkflow(ConversationWorkflow):
+class Tools(Protocol):
+    """The tools of one episode."""
+
+    is_done: bool
+    """a call has ended the episode: the model is not asked again"""
+    has_state: bool
+    """calls change what the reward reads, so that calls of the last turn are made, too"""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names by which calls refer to the tools."""
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas for the chat template."""
+
+    async def call(self, call: formats.ToolCall) -> ToolResult:
+        """Return the result of a call. A failure is also a result."""
+
+
+class ToolCallingWorkflow(ConversationWorkflow):
+    """Base of workflows whose model calls tools.
+
+    Args:
+        gconfig: see `PromptWorkflow`.
+        tokenizer: the model's tokenizer, with a chat template that shows tools.
+        max_turns: see `ConversationWorkflow`.
+        max_length: see `ConversationWorkflow`.
+        tool_format: a name in `rlite.rollout.tools.formats.FORMATS`, or a ToolCallFormat; default: the format that
+            the chat template teaches.
+        **options: see `ConversationOptions`.
+
+    Raises:
+        ConfigError: an option is out of range, or the calls of the chat template cannot be read.
+    """
+
+    def __init__(
+        self,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        max_turns: int,
+        max_length: int | None,
+        tool_format: str | formats.ToolCallFormat | None = None,
+        **options: Unpack[ConversationOptions],
+    ) -> None:
+        super().__init__(gconfig, tokenizer, max_turns, max_length, **options)
+        template_options = {**(options.get("chat_template_options") or {})}
+        template_options.pop("tools", None)
+        self.tool_format = tool_call_format(tool_format, tokenizer, template_options)
+
+    async def play(
+        self, engine: AsyncInference, data: Mapping[str, Any], tools: Tools, reward_fn: Callable[..., Awaitable[float]]
+    ) -> TensorDict:
+        """Return the trajectory of an episode: ask and call tools until the model calls none, or a call ends it.
+
+        Args:
+            engine: generates the model's turns.
+            data: the item, with messages; its `tools` are shown unless the workflow's template options have tools.
+            tools: answer the calls.
+            reward_fn: called once at the end, as `ToolUseWorkflow` describes it.
+        """
+        conversation = self.begin(data)
+        self._check_shown(conversation, tools.names)
+        num_calls = num_errors = 0
+        answer: Message = {}
+        first: LLMResponse | None = None
+        numbers = itertools.count(1)
+        while (response := await conversation.ask(engine, self.gconfig)) is not None:
+            first, last = first or response, response
+            text = self.tool_format.text(self.tokenizer, conversation.said)
+            content, found, malformed = await self.tool_format.read(text, conversation.text)
+            calls = formats.typed(found, tools.schemas)
+            answer = {"role": "assistant", "content": content if calls else conversation.answer}
+            is_last = conversation.transcript.num_turns == self.max_turns
+            if not (calls or malformed) or (is_last and not tools.has_state):
+                break
+            asked = formats.numbered(calls, numbers)
+            answer = {**answer, "tool_calls": asked} if calls else answer
+            results = await asyncio.gather(*(tools.call(call) for call in calls))
+            num_calls += len(calls) + len(malformed)
+            num_errors += sum(result.is_error for result in results) + len(malformed)
+            if tools.is_done or is_last:
+                break
+            said = [
+                {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
+                for call, entry, result in zip(calls, asked, results, strict=True)
+            ]
+            conversation.reply(*said, *self._refusal(malformed, numbers if calls else None), answer=answer)
+        assert first is not None  # the first turn has room, or the prompt is refused
+        prompt, written = first.input_tokens, last.output_tokens
+        arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
+        arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
+        reward = await reward_fn(**arguments)
+        return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+
+    def _refusal(self, malformed: Sequence[str], numbers: Iterator[int] | None) -> list[Message]:
+        """Return the result of calls that cannot be read, numbered if other calls of the turn have results."""
+        if not malformed:
+            return []
+        told = "; ".join(f"{text.strip():.200}" for text in malformed)
+        content = f"Error: this is no {self.tool_format.name} call of a tool, and was not made: {told}"
+        if numbers is None:  # some templates refuse a result where nothing was called
+            return [{"role": "user", "content": content}]
+        [unknown] = formats.numbered([formats.ToolCall("unknown", {})], numbers)
+        return [{"role": "tool", "name": "unknown", "tool_call_id": unknown["id"], "content": content}]
+
+    def _check_shown(self, conversation: Conversation, names: Sequence[str]) -> None:
+        if not conversation.is_chat:
+            raise DataError("tools are shown by the chat template: expected an item with messages, found a raw prompt")
+        hidden = [name for name in names if name not in conversation.prompt]
+        if hidden:
+            raise ConfigError(f"the model's chat template does not show the tools {', '.join(hidden)}")
+
+
+class ToolUseWorkflow(ToolCallingWorkflow):
     """Turns in which the model calls tools, until it calls none or `max_turns` are over; then a reward.
 
     The item holds `messages`, or such a `prompt`. The chat template renders the tools and their results, as messages of
@@ -186,6 +302,11 @@ class ToolUseWorkflow(ConversationWorkflow):
             the chat template teaches.
         max_length: see `ConversationWorkflow`.
         tool_env_vars: names of environment variables that the processes of tools get as well (see RewardFunction).
+        state: makes the state of an episode from a copy of its row: a class, or a function that may be async. Tools get
+            it as their first parameter, `state` or `self`. Its methods are optional: `prompt()` returns the first
+            messages or text of the user, so that a row needs no prompt; `report()` a dict of plain values that the
+            reward receives as further arguments; `close()` ends it, also after a failure. `tool_timeout` holds for each
+            call.
         **options: see `ConversationOptions`.
 
     Raises:
@@ -203,62 +324,44 @@ class ToolUseWorkflow(ConversationWorkflow):
         tool_format: str | formats.ToolCallFormat | None = None,
         max_length: int | None = None,
         tool_env_vars: Sequence[str] = (),
+        state: MakeState | None = None,
         **options: Unpack[ConversationOptions],
     ) -> None:
-        self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars)
+        self.toolbox = Toolbox(tools, tool_timeout, tool_env_vars, has_state=state is not None)
+        self.make_state, self.tool_timeout = state, tool_timeout
+        self.needs_prompt = not hasattr(state, "prompt")
         template_options = options.get("chat_template_options") or {}
         options["chat_template_options"] = {**template_options, "tools": self.toolbox.schemas}
-        super().__init__(gconfig, tokenizer, max_turns, max_length, **options)
+        super().__init__(gconfig, tokenizer, max_turns, max_length, tool_format, **options)
         self.reward_fn = as_reward_function(reward_fn)
-        self.tool_format = tool_call_format(tool_format, tokenizer, template_options)
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
         """Return the trajectory of an episode: ask and call tools until the model calls none."""
-        conversation = self.begin(data)
-        self._check_shown(conversation)
-        num_calls = num_errors = 0
-        answer: Message = {}
-        first: LLMResponse | None = None
-        numbers = itertools.count(1)
-        while (response := await conversation.ask(engine, self.gconfig)) is not None:
-            first, last = first or response, response
-            text = self.tool_format.text(self.tokenizer, conversation.said)
-            content, found, malformed = await self.tool_format.read(text, conversation.text)
-            calls = formats.typed(found, self.toolbox.schemas)
-            answer = {"role": "assistant", "content": content if calls else conversation.answer}
-            if not (calls or malformed) or conversation.transcript.num_turns == self.max_turns:
-                break
-            asked = formats.numbered(calls, numbers)
-            answer = {**answer, "tool_calls": asked} if calls else answer
-            results = await asyncio.gather(*(self.toolbox.call(call) for call in calls))
-            num_calls += len(calls) + len(malformed)
-            num_errors += sum(result.is_error for result in results) + len(malformed)
-            said = [
-                {"role": "tool", "name": call.name, "tool_call_id": entry["id"], "content": result.text}
-                for call, entry, result in zip(calls, asked, results, strict=True)
-            ]
-            conversation.reply(*said, *self._refusal(malformed, numbers if calls else None), answer=answer)
-        assert first is not None  # the first turn has room, or the prompt is refused
-        prompt, written = first.input_tokens, last.output_tokens
-        arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
-        arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
-        reward = await self.reward_fn(**arguments)
-        return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+        async with episode_state(self.make_state, data, self.tool_timeout) as state:
+            if state is None:
+                return await self.play(engine, data, self.toolbox, self.reward_fn)
+            tools = _StatefulTools(self.toolbox, state)
+            return await self.play(engine, await _with_prompt(data, state), tools, partial(self._reward, state))
 
-    def _refusal(self, malformed: Sequence[str], numbers: Iterator[int] | None) -> list[Message]:
-        """Return the result of calls that cannot be read, numbered if other calls of the turn have results."""
-        if not malformed:
-            return []
-        told = "; ".join(f"{text.strip():.200}" for text in malformed)
-        content = f"Error: this is no {self.tool_format.name} call of a tool, and was not made: {told}"
-        if numbers is None:  # some templates refuse a result where nothing was called
-            return [{"role": "user", "content": content}]
-        [unknown] = formats.numbered([formats.ToolCall("unknown", {})], numbers)
-        return [{"role": "tool", "name": "unknown", "tool_call_id": unknown["id"], "content": content}]
+    async def _reward(self, state: EpisodeState, **arguments: Any) -> float:
+        return await self.reward_fn(**arguments, **await state.report())
 
-    def _check_shown(self, conversation: Conversation) -> None:
-        if not conversation.is_chat:
-            raise DataError("tools are shown by the chat template: expected an item with messages, found a raw prompt")
-        hidden = [name for name in self.toolbox.names if name not in conversation.prompt]
-        if hidden:
-            raise ConfigError(f"the model's chat template does not show the tools {', '.join(hidden)}")
+
+class _StatefulTools:
+    """The tools of one episode, which share its state."""
+
+    is_done, has_state = False, True
+
+    def __init__(self, toolbox: Toolbox, state: EpisodeState) -> None:
+        self.names, self.schemas = toolbox.names, toolbox.schemas
+        self.call = partial(toolbox.call, state=state)
+
+
+async def _with_prompt(data: dict[str, Any], state: EpisodeState) -> dict[str, Any]:
+    """Return an item whose prompt is that of the state, if it has one."""
+    prompt = await state.ask("prompt")
+    if prompt is None:
+        return data
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    others = {name: value for name, value in data.items() if name not in PROMPT_KEYS}
+    return {**others, "messages": messages}

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rlite.imports import optional
+from rlite.services.endpoint.dialects.openai import error_body
+from rlite.services.endpoint.dialects.table import DIALECTS
+from rlite.services.endpoint.exchange import Reply
 from rlite.services.endpoint.recording import RecordingOwner
 from rlite.services.endpoint.requests import ApiError
-from rlite.services.endpoint.responses import Reply
 from rlite.services.endpoint.session import AgentSession
 
 with optional("the client in this process needs", "agents"):
@@ -23,8 +25,8 @@ _BASE_URL = "http://session.invalid/v1"
 class AgentClient(RecordingOwner, openai.AsyncOpenAI):
     """An `openai.AsyncOpenAI` that a session answers.
 
-    Its methods for chats, completions and models work, with their types and errors. Frameworks that accept the class
-    accept this client. `model` is the name to ask for.
+    Its methods for chats, completions, responses and models work, with their types and errors. Frameworks that accept
+    the class accept this client. `model` is the name to ask for.
 
     Args:
         session: answers the requests.
@@ -57,14 +59,14 @@ class _SessionTransport(_http.AsyncBaseTransport):
         try:
             return await self._answer(request.method, request.url.path, await request.aread())
         except ApiError as error:
-            return _http.Response(error.status, json=error.body(), request=request)
+            return _http.Response(error.status, json=error_body(error), request=request)
 
     async def _answer(self, method: str, path: str, body: bytes) -> Any:
-        match method, path.removeprefix("/v1"):
-            case "POST", "/chat/completions" | "/completions" as asked:
-                reply = await self._session.answer(asked, body)
-            case "GET", asked if asked.startswith("/models"):
-                name = asked.removeprefix("/models").removeprefix("/")
+        match method, path:
+            case "POST", asked if asked in DIALECTS:
+                reply = await self._session.answer(DIALECTS[asked], body)
+            case "GET", asked if asked.startswith("/v1/models"):
+                name = asked.removeprefix("/v1/models").removeprefix("/")
                 return _http.Response(200, json=self._session.models(name or None))
             case _:
                 raise ApiError(f"{method} {path}: Not Found", 404)

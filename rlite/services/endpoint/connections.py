@@ -5,8 +5,8 @@
                                            └──> dropped after HEADER_SECONDS,          └──> dropped if others wait,
                                                 or IDLE_SECONDS if others wait              after IDLE_SECONDS
 
-The agent endpoint and `rlite view` listen so. While a server is full, connections are closed with their answers, so
-that waiting clients get their turn.
+The agent endpoint, `rlite serve` and `rlite view` listen so. While a server is full, connections are closed with their
+answers, so that waiting clients get their turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import resource
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -30,6 +31,7 @@ from rlite.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 BACKLOG = 4096
 """connections that may wait to be taken: as many agents as begin at once"""
 MAX_CONNECTIONS = 8192
@@ -48,7 +50,8 @@ CLOSE_SECONDS = 1.0
 """seconds that open connections have when the server closes"""
 
 
-class Words(NamedTuple):
+@dataclass(frozen=True)
+class Words:
     """Names and advice in the messages of a server."""
 
     owner: str
@@ -156,7 +159,7 @@ class Connection(asyncio.Protocol):
 
 
 class Listener:
-    """Listening socket on 127.0.0.1 in the running event loop.
+    """Listening socket in the running event loop.
 
     Args:
         make_protocol: makes the HTTP protocol of one connection.
@@ -165,10 +168,11 @@ class Listener:
         header_seconds: time for a client to send a request with a session's token.
         port: port to listen on; 0 takes a free one.
         words: names in messages.
+        host: address to listen on; by default this machine alone can connect.
 
     Raises:
         ConfigError: there are too few file descriptors.
-        OSError: the port cannot be used.
+        OSError: the address cannot be used.
     """
 
     def __init__(
@@ -179,13 +183,15 @@ class Listener:
         header_seconds: float = HEADER_SECONDS,
         port: int = 0,
         words: Words = AGENTS,
+        host: str = LOOPBACK,
     ) -> None:
         self.capacity = find_capacity(words.owner) if capacity is None else capacity
         self.header_seconds = header_seconds
         self._make_protocol, self._dropped, self._words = make_protocol, dropped, words
         self._open: dict[asyncio.BaseTransport, Connection] = {}
         self._changed = asyncio.Event()
-        self._socket = socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._task = asyncio.create_task(self._accept())
@@ -302,22 +308,23 @@ class RefusalLog(logging.LoggerAdapter[logging.Logger]):
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: web.Application, dropped: Counter[str], port: int = 0, words: Words = AGENTS
+    app: web.Application, dropped: Counter[str], port: int = 0, words: Words = AGENTS, host: str = LOOPBACK
 ) -> AsyncIterator[Listener]:
-    """Serve an application on 127.0.0.1 inside the block.
+    """Serve an application inside the block.
 
     Args:
         app: the application.
         dropped: counts dropped connections and unreadable requests by reason.
         port: port to listen on; 0 takes a free one.
         words: names in messages.
+        host: address to listen on; by default this machine alone can connect.
 
     Yields:
         The listening socket.
 
     Raises:
         ConfigError: there are too few file descriptors.
-        OSError: the port cannot be used.
+        OSError: the address cannot be used.
     """
     runner = web.AppRunner(
         app,
@@ -330,7 +337,7 @@ async def listening(
     await runner.setup()
     assert runner.server is not None
     try:
-        listener = Listener(runner.server, dropped, port=port, words=words)
+        listener = Listener(runner.server, dropped, port=port, words=words, host=host)
         try:
             yield listener
         finally:

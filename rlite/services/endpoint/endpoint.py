@@ -1,30 +1,32 @@
-"""HTTP endpoint of sessions on loopback, for agents in any language or process; a token selects the session."""
+"""HTTP endpoint of sessions, for agents in any language or process; a token selects the session."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from rlite.errors import WorkerError
 from rlite.imports import optional
+from rlite.services.endpoint.dialects.table import DIALECTS, dialect_of
+from rlite.services.endpoint.exchange import Reply, log_failure
+from rlite.services.endpoint.guard import Gate, Limits, Names, token_of
 from rlite.services.endpoint.requests import ApiError, unexpected
-from rlite.services.endpoint.responses import Reply
 from rlite.services.endpoint.session import MAX_BODY_BYTES, AgentSession, too_large
 
 with optional("the endpoint needs", "agents"):
     from aiohttp import web
 
-    from rlite.services.endpoint.connections import Connection, Listener, listening
+    from rlite.services.endpoint.connections import AGENTS, LOOPBACK, Connection, Listener, Words, listening
 
-logger = logging.getLogger(__name__)
-
+LOCAL, UNLIMITED = Names(LOOPBACK), Limits()
 BODY_SECONDS = 60.0
 """seconds that a client has to send the body of a request"""
 
@@ -41,39 +43,56 @@ class Access:
     api_key: str = field(repr=False)
     model: str
 
+    @property
+    def root(self) -> str:
+        """Address without /v1, as Anthropic's clients and those of /inference/v1/generate want it."""
+        return self.base_url.removesuffix("/v1")
+
 
 class AgentEndpoint:
-    """HTTP server for sessions on a free port of 127.0.0.1, in the running event loop.
+    """HTTP server for sessions, in the running event loop.
 
         async with AgentEndpoint() as endpoint, endpoint.serving(session) as access:
             client = AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
 
     It is open while any user is inside `async with`, or serves a session, in each event loop that uses it. It serves
-    POST /v1/chat/completions, POST /v1/completions and GET /v1/models. A client that leaves ends its generation.
-    Connections beyond the file descriptors wait; connections without a session's key are dropped.
+    the routes of `rlite.services.endpoint.dialects`, GET /v1/models and GET /health, which alone needs no key. A client
+    that leaves ends its generation. Connections beyond the file descriptors wait; connections without a session's key
+    are dropped.
+
+    Args:
+        port: port to listen on; 0 takes a free one.
+        names: the address to listen on, by default this machine alone, and further names of it.
+        limits: requests that run and wait at a time.
+        words: names in messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0, names: Names = LOCAL, limits: Limits = UNLIMITED, words: Words = AGENTS) -> None:
         self.dropped: Counter[str] = Counter()
         """connections that were dropped, by reason"""
+        self._make_server = partial(_Server, self.dropped, port, names, limits, words)
         self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = WeakKeyDictionary()
 
     async def __aenter__(self) -> AgentEndpoint:
-        await self._servers.setdefault(asyncio.get_running_loop(), _Server(self.dropped)).enter()
+        await self._servers.setdefault(asyncio.get_running_loop(), self._make_server()).enter()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self._servers[asyncio.get_running_loop()].leave()
 
     @contextlib.asynccontextmanager
-    async def serving(self, session: AgentSession) -> AsyncIterator[Access]:
+    async def serving(self, session: AgentSession, token: str | None = None) -> AsyncIterator[Access]:
         """Serve a session inside the block; its requests under way end with the block.
+
+        Args:
+            session: answers the requests.
+            token: the key that selects the session; None draws one.
 
         Yields:
             The agent's access.
         """
         async with self:
-            server, token = self._servers[asyncio.get_running_loop()], secrets.token_urlsafe(32)
+            server, token = self._servers[asyncio.get_running_loop()], token or secrets.token_urlsafe(32)
             requests: set[asyncio.Task[Any]] = set()
             server.sessions[_digest(token)] = session, requests
             try:
@@ -90,9 +109,10 @@ class _Server:
 
     _listener: Listener
 
-    def __init__(self, dropped: Counter[str]) -> None:
+    def __init__(self, dropped: Counter[str], port: int, names: Names, limits: Limits, words: Words) -> None:
         self.sessions: dict[bytes, _Served] = {}
-        self._dropped = dropped
+        self._gate, self._names = Gate(limits), names
+        self._listening = partial(listening, dropped=dropped, port=port, words=words, host=names.host)
         self._num_users = 0
         self._turn = asyncio.Lock()
         self._stack = contextlib.AsyncExitStack()
@@ -101,7 +121,7 @@ class _Server:
         """Start the server for its first user."""
         async with self._turn:
             if not self._num_users:
-                self._listener = await self._stack.enter_async_context(listening(self._app(), self._dropped))
+                self._listener = await self._stack.enter_async_context(self._listening(self._app()))
             self._num_users += 1
 
     async def leave(self) -> None:
@@ -114,12 +134,14 @@ class _Server:
     @property
     def url(self) -> str:
         """Address for clients."""
-        return f"http://127.0.0.1:{self._listener.port}/v1"
+        host = f"[{self._names.host}]" if ":" in self._names.host else self._names.host
+        return f"http://{host}:{self._listener.port}/v1"
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-        app.add_routes([web.post(f"/v1{path}", self._answer) for path in ("/chat/completions", "/completions")])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
+        app.add_routes([web.post(path, self._answer) for path in DIALECTS])
         app.add_routes([web.get(f"/v1/models{name}", self._models) for name in ("", "/{model:.+}")])
+        app.add_routes([web.get("/health", self._health)])
         return app
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -128,9 +150,10 @@ class _Server:
         requests.add(task)
         try:
             with self._listener.busy(request.transport) as connection:
-                body = await _body(request, session.max_body_bytes)
-                reply = await session.answer(request.path.removeprefix("/v1"), body)
-                return await _send(request, reply, connection, self._listener.is_full)
+                async with self._gate.place():
+                    body = await _body(request, session.max_body_bytes)
+                    reply = await session.answer(DIALECTS[request.path], body)
+                    return await _send(request, reply, connection, self._listener.is_full)
         finally:
             requests.discard(task)
 
@@ -139,18 +162,44 @@ class _Server:
         with self._listener.busy(request.transport):
             return web.json_response(session.models(request.match_info.get("model")))
 
+    async def _health(self, request: web.Request) -> web.Response:
+        """Return whether the engine lives. No other route is open without a token."""
+        is_dead = any(isinstance(session.failure, WorkerError) for session, _ in self.sessions.values())
+        return web.json_response({"status": "failed" if is_dead else "ok"}, status=503 if is_dead else 200)
+
     def _served(self, request: web.Request) -> _Served:
         """Return the session of a request's token.
 
         Raises:
             ApiError: the token is of no session.
         """
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         # looked up by its digest, so that the time it takes tells nothing of other tokens
-        served = self.sessions.get(_digest(token))
-        if scheme.lower() != "bearer" or served is None:
+        served = self.sessions.get(_digest(token_of(request.headers)))
+        if served is None:
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
         return served
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return errors in the form that the route's clients read. Requests for other names are refused.
+
+        Raises:
+            ConnectionError: the client has left, and its turn counts as aborted.
+        """
+        try:
+            self._names.check(request.headers)
+            if request.path != "/health":
+                self._served(request)  # also for routes that do not exist
+            return await handler(request)
+        except ApiError as error:
+            return _refusal(request, error)
+        except web.HTTPException as error:
+            return _refusal(request, ApiError(f"{request.method} {request.path}: {error.reason}", error.status))
+        except ConnectionError:  # the client has gone, and its turn counts as aborted
+            raise
+        except Exception as error:
+            log_failure(f"a request to {request.path} failed", error)
+            return _refusal(request, unexpected(error))
 
 
 async def _body(request: web.Request, max_bytes: int) -> bytes:
@@ -204,7 +253,7 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
                 await connection.flush()
     except Exception as error:
         if response.prepared and not isinstance(error, ConnectionError):  # a second response would be read as its body
-            logger.exception("a request to %s failed after its response had begun", request.path)
+            log_failure(f"a request to {request.path} failed after its response had begun", error)
             connection.transport.abort()
             raise ConnectionResetError("the response could not be finished") from error
         raise
@@ -212,28 +261,9 @@ async def _send(request: web.Request, reply: Reply, connection: Connection, is_l
     return response
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return errors in the form that OpenAI's clients read.
-
-    Raises:
-        ConnectionError: the client has left, and its turn counts as aborted.
-    """
-    try:
-        return await handler(request)
-    except ApiError as error:
-        return _refusal(request, error)
-    except web.HTTPException as error:
-        return _refusal(request, ApiError(f"{request.method} {request.path}: {error.reason}", error.status))
-    except ConnectionError:  # the client has gone, and its turn counts as aborted
-        raise
-    except Exception as error:
-        logger.exception("a request to %s failed", request.path)
-        return _refusal(request, unexpected(error))
-
-
 def _refusal(request: web.Request, error: ApiError) -> web.Response:
-    response = web.json_response(error.body(), status=error.status)
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    response = web.json_response(dialect_of(request.path).error(error), status=error.status, headers=headers)
     is_read = request.content.is_eof() and request.content.exception() is None
     if error.status == 401 or not is_read:  # it may not keep a connection, or none can be kept
         response.force_close()

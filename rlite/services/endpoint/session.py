@@ -1,4 +1,4 @@
-"""One agent's conversation with an engine: requests in OpenAI's interface, answers, and the recording of both."""
+"""One agent's conversation with an engine: requests in any dialect, answers, and the recording of both."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.workflow import tool_call_format
 from rlite.rollout.workflow import context_length, end_ids
 from rlite.runtime.event_loop import beside_loop
-from rlite.services.endpoint import requests, responses
+from rlite.services.endpoint.dialects.openai import CHAT, COMPLETION
+from rlite.services.endpoint.exchange import Choice, Delta, Dialect, Exchange, Reply, assistant_message
+from rlite.services.endpoint.prompts import ChatPrompts, check_num_scored, check_scores, slices
 from rlite.services.endpoint.recording import Recording, RecordingOwner, Turn
-from rlite.services.endpoint.requests import ApiError, ModelRequest
-from rlite.services.endpoint.responses import Choice, Delta, Exchange, Reply, TextStream
+from rlite.services.endpoint.requests import ApiError, ModelRequest, parse_json, unknown_model
+from rlite.services.endpoint.text_stream import TextStream
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
 
+Whole = Callable[..., dict[str, Any]]
+"""makes the response to a request that does not stream"""
 MAX_BODY_BYTES = 64 << 20
 """size limit of a request, for every context length"""
 MIN_BODY_BYTES = 8 << 20
@@ -70,7 +74,7 @@ class AgentSession(RecordingOwner):
         """the engine's error; the agent cannot fix it"""
         self._gconfig = GenerationHyperparameters.from_mapping(gconfig)
         self._limit = limit = context_length(engine, max_length)
-        self._prompts = requests.ChatPrompts(tokenizer, chat_template_options, limit)
+        self._prompts = ChatPrompts(tokenizer, chat_template_options, limit)
         self._end_ids = end_ids(engine, tokenizer)
         wanted = MAX_BODY_BYTES if limit is None else BODY_BYTES_PER_TOKEN * limit
         self.max_body_bytes = min(MAX_BODY_BYTES, max(MIN_BODY_BYTES, wanted))
@@ -79,7 +83,7 @@ class AgentSession(RecordingOwner):
         self._tool_format = self._find_format() if tool_format is not None else None
         self._max_length, self._is_sampling_fixed, self._is_recording = max_length, is_sampling_fixed, is_recording
         self._rid = uuid.uuid4().hex
-        self._call_numbers = itertools.count(1)
+        self._call_numbers = itertools.cycle(range(1, 100_000))  # five digits
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -95,27 +99,29 @@ class AgentSession(RecordingOwner):
             ApiError: the name is another than the session's.
         """
         if name not in (None, self.model):
-            raise requests.unknown_model(name, self.model)
+            raise unknown_model(name, self.model)
         entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "rlite"}
-        return {"object": "list", "data": [entry]} if name is None else entry
+        entry |= {"type": "model", "display_name": self.model, "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's
+        entry |= {"lifecycle": "active", "max_model_len": self._limit}
+        ends = {"first_id": self.model, "last_id": self.model, "has_more": False}
+        return {"object": "list", "data": [entry], **ends} if name is None else entry
 
-    async def answer(self, path: str, body: bytes) -> Reply:
+    async def answer(self, dialect: Dialect, body: bytes) -> Reply:
         """Answer a request in wire form. A long request is read and tokenised beside the event loop.
 
         Args:
-            path: "/chat/completions" or "/completions".
+            dialect: the interface in which the request is written.
             body: JSON.
 
         Returns:
             The reply.
 
         Raises:
-            ApiError: as `chat`; or the body is too long.
+            ApiError: as `reply`; or the body is too long.
         """
         if len(body) > self.max_body_bytes:
             raise too_large(self.max_body_bytes)
-        ask = self.chat if path == "/chat/completions" else self.completion
-        return await beside_loop(len(body), lambda: ask(requests.parse_json(body)))
+        return await beside_loop(len(body), lambda: self.reply(dialect, parse_json(body)))
 
     def chat(self, body: Any) -> Reply:
         """Answer a body of /chat/completions. It is tokenised in this call; see `answer`.
@@ -126,7 +132,7 @@ class AgentSession(RecordingOwner):
         Raises:
             ApiError: the request is refused, here or before the first message.
         """
-        return self._reply(requests.read_chat, body)
+        return self.reply(CHAT, body)
 
     def completion(self, body: Any) -> Reply:
         """Answer a body of /completions. Errors are those of `chat`.
@@ -134,28 +140,39 @@ class AgentSession(RecordingOwner):
         Returns:
             The reply.
         """
-        return self._reply(requests.read_completion, body)
+        return self.reply(COMPLETION, body)
 
-    def _reply(self, read: Callable[..., ModelRequest], body: Any) -> Reply:
+    def reply(self, dialect: Dialect, body: Any) -> Reply:
+        """Answer a body in any dialect. It is tokenised in this call; see `answer`.
+
+        Args:
+            dialect: the interface in which the body is written.
+            body: a JSON value.
+
+        Returns:
+            The reply.
+
+        Raises:
+            ApiError: the request is refused, here or before the first message.
+        """
         try:
-            request = read(body, self.model, self._gconfig)
+            request = dialect.read(body, self.model, self._gconfig)
             if self._is_sampling_fixed:
                 fixed = {name: getattr(self._gconfig, name) for name in ("greedy", "temperature", "top_p", "top_k")}
                 request = replace(request, gconfig=request.gconfig.new(**fixed))
             self._check_format(request)
-            requests.check_scores(request, hasattr(self.engine, "ascore"))
+            check_scores(request, hasattr(self.engine, "ascore"))
             prompts = self._prompts.of(request, self.recording.turns)
-            requests.check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
+            check_num_scored(request, [len(prompt.token_ids) for prompt in prompts], self._limit)
         except TooManyTokens as error:
             raise _too_long(str(error)) from error
         except TemplateRefusal as error:
             raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
         except DataError as error:
             raise ApiError(str(error), param=error.place or None, code="invalid_value") from error
-        id = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        tokenizer = self._prompts.tokenizer
+        id, tokenizer = f"{dialect.prefix}{uuid.uuid4().hex}", self._prompts.tokenizer
         exchange = Exchange(request=request, prompts=prompts, model=self.model, tokenizer=tokenizer, id=id)
-        return Reply(request.is_stream, self._messages(exchange), exchange.delivered)
+        return Reply(dialect, exchange, self._messages(dialect, exchange))
 
     def _check_format(self, request: ModelRequest) -> None:
         """Determine the format of tool calls before the first call is requested.
@@ -170,20 +187,18 @@ class AgentSession(RecordingOwner):
             self.failure = error
             raise ApiError(f"tools: {error}", param="tools", code="unsupported_value") from error
 
-    async def _messages(self, exchange: Exchange) -> AsyncGenerator[dict[str, Any], None]:
+    async def _messages(self, dialect: Dialect, exchange: Exchange) -> AsyncGenerator[dict[str, Any], None]:
         try:
             async with contextlib.aclosing(self._events(exchange)) as events:
                 if exchange.request.is_stream:
-                    async with contextlib.aclosing(responses.stream(exchange, events)) as chunks:
+                    async with contextlib.aclosing(dialect.stream(exchange, events)) as chunks:
                         async for message in chunks:
                             yield message
                 else:
                     choices = [event async for event in events if isinstance(event, Choice)]
                     choices.sort(key=lambda choice: choice.index)
                     scores = await self._scores(exchange, choices)
-                    shown = choices if exchange.request.has_logprobs else ()
-                    size = responses.SHOWN_CHARACTERS * sum(len(choice.turn.sequence) for choice in shown)
-                    yield await beside_loop(size, responses.whole, exchange, choices, scores)
+                    yield await beside_loop(exchange.num_shown, dialect.whole, exchange, choices, scores)
         except BaseException as error:  # also GeneratorExit: the client will ask again, and must not count twice
             if isinstance(error, GeneratorExit) and len(exchange.delivered) == exchange.num_choices:
                 raise
@@ -241,7 +256,7 @@ class AgentSession(RecordingOwner):
             return None
         room = None if self._limit is None else self._limit - 1  # a full context is scored but for its last token
         scores: list[PromptLogprobs] = []
-        for part in requests.slices([choice.turn.sequence[:room] for choice in choices]):
+        for part in slices([choice.turn.sequence[:room] for choice in choices]):
             if self._is_closed:
                 raise _closed()
             try:
@@ -285,7 +300,8 @@ class AgentSession(RecordingOwner):
         )
         exchange.turns.append(turn)
         try:
-            asked = LLMRequest(input_ids=list(prompt.token_ids), gconfig=gconfig, rid=self._rid)
+            rid = self._rid if self._is_recording else exchange.id  # agents that are not recorded are many
+            asked = LLMRequest(input_ids=list(prompt.token_ids), gconfig=gconfig, rid=rid)
             async with contextlib.aclosing(self.engine.stream(asked)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     turn.output_ids += chunk.token_ids
@@ -306,7 +322,7 @@ class AgentSession(RecordingOwner):
         content, calls, rest = await text.finish()
         turn.text, turn.stop_text = text.text, text.stop_text
         if request.is_chat:
-            turn.answer = responses.answer(content, calls, self._call_numbers)
+            turn.answer = assistant_message(content, calls, self._call_numbers)
         turn.is_aborted = False
         return Choice(index, turn, content, rest)
 

@@ -53,6 +53,8 @@ class AgentWorkflow(RolloutWorkflow):
         ConfigError: the interface, style or format is unknown, or the package of the interface is missing.
     """
 
+    needs_prompt = False  # an agent may read any row
+
     def __init__(
         self,
         agent: Agent,

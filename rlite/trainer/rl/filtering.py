@@ -54,10 +54,23 @@ def replace_uniform_groups(
 
 def varied_groups(batch: TensorDict) -> Tensor:
     """Return the ids of the groups whose trajectories have different rewards."""
-    first = first_rows(batch)
-    rewards, groups = batch["rewards"][first], batch["group_ids"][first]
-    found = [int(group) for group in groups.unique() if len(rewards[groups == group].unique()) > 1]
+    first = batch[first_rows(batch)]
+    groups = first["group_ids"]
+    found = [int(group) for group in groups.unique() if is_varied(first[groups == group])]
     return torch.tensor(found, dtype=torch.int64)
+
+
+def is_varied(trajectories: TensorDict) -> bool:
+    """Return whether the rewards of a group differ, in one of its seats if it has several.
+
+    Args:
+        trajectories: the first row of each trajectory.
+    """
+    rewards = trajectories["rewards"]
+    if "seat_ids" not in trajectories:
+        return len(rewards.unique()) > 1
+    seats = trajectories["seat_ids"]
+    return any(len(rewards[seats == seat].unique()) > 1 for seat in seats.unique())
 
 
 def num_uniform(batch: TensorDict) -> int:
@@ -80,8 +93,7 @@ class VariedGroups:
     def __call__(self, group: TensorDict) -> bool:
         """Return whether the group is accepted."""
         check_one_per_row(group, "rewards")
-        is_varied = len(group["rewards"][first_rows(group)].unique()) > 1
-        if is_varied or self._num_refused - self._num_before >= self._budget:
+        if is_varied(group[first_rows(group)]) or self._num_refused - self._num_before >= self._budget:
             return True
         self._num_refused += 1
         self._refused(group)

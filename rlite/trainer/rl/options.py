@@ -37,11 +37,14 @@ from rlite.trainer.options import (
     TrainerOptions,
 )
 from rlite.trainer.run.best import check_evaluated
+from rlite.trainer.sampling.sampler import UNIFORM, SamplerOptions
 from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, RoutingSource, Schedule
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
 """estimators whose advantages are whitened over the tokens of the batch"""
+EPISODE, OWN = "episode", "own"
+"""credit of branches that is not in `rlite.algorithms.CREDITS`: all share the episode's; each has its own reward"""
 OWN_ESTIMATORS = ("reinforce", "gae", *WHITENED)
 """estimators that are not in `rlite.algorithms.ADVANTAGES`"""
 
@@ -245,8 +248,15 @@ class AdvantageOptions(Options):
     """divide by the standard deviation, of the group (GRPO), or with global_norm or gae of the whole batch. With gae it
     centres nothing: that is global_norm"""
 
+    credit: str = EPISODE
+    """credit of the branches (rows) of one episode. episode: all share its advantage; tokens, branches: each has its
+    share of the episode's tokens, or an equal share; own: each is a member of its group with the rewards of its own
+    turns; or a name of `rlite.algorithms.CREDITS`"""
+
     def problems(self) -> Iterator[str]:
-        """Yield a message for an unknown estimator, and for options that it does not have."""
+        """Yield a message for an unknown estimator or credit, and for options that it does not have."""
+        if self.credit not in (EPISODE, OWN) and self.credit not in (rules := algorithms("credit")):
+            yield f"adv.credit={self.credit}: unknown credit; {did_you_mean(self.credit, [EPISODE, OWN, *rules])}"
         if self.gamma != 1 and self.estimator in ("gdpo", "reinforce_pp_baseline"):
             yield f"adv.gamma={self.gamma}: adv.estimator={self.estimator} discounts nothing; leave it out"
         is_named = self.estimator not in OWN_ESTIMATORS
@@ -326,6 +336,16 @@ class PromptOptions(TableOptions):
     """prompts in one rollout batch"""
     responses_per_prompt: Count | None = None
     """responses to each prompt, a group; with 1 the batch's mean reward is the baseline; default: 8, with gae 1"""
+    sampler: SamplerOptions = SamplerOptions()
+    """choice of the prompts that are asked next"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for a sampler that has no table to choose from."""
+        yield from super().problems()
+        if self.streaming and self.sampler.name != UNIFORM:
+            yield f"sampler.name={self.sampler.name} chooses among all rows, which streaming=true does not hold"
+        if self.weights and self.sampler.name != UNIFORM:
+            yield f"sampler.name={self.sampler.name} chooses the rows itself; leave the weights of the mixture out"
 
 
 class PpoConfig(LaunchOptions):
@@ -512,6 +532,7 @@ class PpoConfig(LaunchOptions):
             "train_data.responses_per_prompt=1 the baseline is the mean of the batch": group_size == 1,
             "adv.global_norm=true the baseline is the mean of the batch": adv.global_norm,
             f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
+            "adv.credit=own advantages depend on the rewards of branches": adv.credit == OWN,
             f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
         }
         if found := [text for text, holds in reasons.items() if holds]:

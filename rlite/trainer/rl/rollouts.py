@@ -95,6 +95,8 @@ class Rollouts:
         num_prompts: prompts in a batch.
         group_size: responses to each prompt.
         is_filtering: groups of equal rewards are replaced.
+        routing: the experts that training replays.
+        generated: measures what was generated.
     """
 
     def __init__(
@@ -107,11 +109,12 @@ class Rollouts:
         group_size: int,
         is_filtering: bool,
         routing: RoutingReplay | None = None,
+        generated: Generated | None = None,
     ) -> None:
         self._options, self._engine, self._workflow, self._prompts = options, engine, workflow, prompts
         self._num_prompts, self._group_size, self._is_filtering = num_prompts, group_size, is_filtering
-        self._generated = Generated()
-        self._is_truncating, self._routing = bool(truncation(options)), routing
+        self._generated, self._routing = generated or Generated(), routing
+        self._is_truncating = bool(truncation(options))
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlite.rollout.openai import AgentSession
+from rlite.services.endpoint.dialects.openai import read_completion, scored_logprobs
+from rlite.services.endpoint.exchange import Exchange
 from rlite.services.endpoint.recording import Turn
-from rlite.services.endpoint.requests import ApiError, read_completion
-from rlite.services.endpoint.responses import Exchange, scored_logprobs
+from rlite.services.endpoint.requests import ApiError
 from rlite.types import GenerationHyperparameters, LLMRequest, PromptLogprobs
 from tests.agents import Speaker, tokenizer_with
 

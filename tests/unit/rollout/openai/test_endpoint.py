@@ -28,11 +28,13 @@ from hypothesis import strategies as st
 
 from rlite.rollout.openai import Access, AgentClient, AgentEndpoint, AgentSession
 from rlite.services.endpoint.connections import Listener, find_capacity
+from rlite.services.endpoint.dialects.openai import CHAT, COMPLETION
+from rlite.services.endpoint.exchange import Dialect, Reply
 from rlite.services.endpoint.requests import ApiError
-from rlite.services.endpoint.responses import Reply
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with()
+FAILED = "the server failed with ZeroDivisionError; its log has the traceback"
 
 
 class Slow:
@@ -139,7 +141,7 @@ def test_a_body_whose_length_is_not_told_is_read_only_so_far() -> None:
         async with served(session) as (access,), aiohttp.ClientSession() as client:
             assert (await post(client, access, pieces()))[0] == 413  # type: ignore[arg-type]
         with pytest.raises(ApiError, match="longer than 8388608 bytes"):
-            await session.answer("/completions", b" " * 20_000_000)
+            await session.answer(COMPLETION, b" " * 20_000_000)
 
     asyncio.run(asyncio.wait_for(use(), 200))
 
@@ -200,7 +202,7 @@ def test_connections_that_send_nothing_stop_nobody_and_are_counted() -> None:
             for number in range(1500):
                 half_open = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
                 if number % 2:
-                    half_open.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n")
+                    half_open.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n")
             async with aiohttp.ClientSession() as client:
                 answers = await asyncio.gather(*(post(client, access, saying(3)) for _ in range(20)))
             assert {status for status, _ in answers} == {200}
@@ -393,7 +395,7 @@ def test_an_answer_counts_if_its_end_was_sent_while_the_client_was_there(is_stre
             with socket.create_connection((host, int(port))) as client:
                 tokenizer.on_last = partial(leave, client, end) if has_left else lambda: None
                 body = json.dumps({**json.loads(saying(3)), "stream": is_stream, "logprobs": True}).encode()
-                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {access.api_key}\r\n"
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Api-Key: {access.api_key}\r\n"
                 client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                 answer = b""
                 while not has_left and not answer.endswith(b"0\r\n\r\n" if is_stream else b"}"):
@@ -430,7 +432,7 @@ def test_a_stream_that_breaks_ends_with_an_event_and_no_second_response(caplog: 
     *_, failure, end = text.split("\n\n")
     assert (status, end) == (200, "")
     assert '"role": "assistant"' in text
-    assert json.loads(failure.removeprefix("data: "))["error"]["message"] == "ZeroDivisionError: broken"
+    assert json.loads(failure.removeprefix("data: "))["error"]["message"] == FAILED
     assert "failed in the middle of its stream" in caplog.text
 
 
@@ -445,16 +447,18 @@ def test_an_answer_that_fails_after_it_was_sent_breaks_the_connection(monkeypatc
         session = AgentSession(Speaker(["yes"], TOKENIZER), TOKENIZER)
         answer = session.answer
 
-        async def failing(path: str, body: bytes) -> Reply:
-            reply = await answer(path, body)
-            return Failing(reply.is_stream, reply.messages)
+        async def failing(dialect: Dialect, body: bytes) -> Reply:
+            reply = await answer(dialect, body)
+            return Failing(reply.dialect, reply.exchange, reply.messages)
 
         monkeypatch.setattr(session, "answer", failing)
         async with served(session) as (access,):
             host, port = access.base_url.removeprefix("http://").removesuffix("/v1").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             body = saying(3)
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {access.api_key}\r\n"
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {access.api_key}\r\n"
+            )
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             answered = b""
             with contextlib.suppress(ConnectionResetError):
@@ -517,7 +521,7 @@ def test_damaged_bodies_are_answered_or_refused(changes: list[tuple[int, bytes]]
     tokenizer = tokenizer_with(WITH_TOOLS)
 
     async def answer() -> None:
-        reply = await AgentSession(Speaker(["yes"], tokenizer), tokenizer).answer("/chat/completions", bytes(body))
+        reply = await AgentSession(Speaker(["yes"], tokenizer), tokenizer).answer(CHAT, bytes(body))
         assert [message async for message in reply.messages]
 
     try:

@@ -15,9 +15,11 @@ import pytest
 from rlite.rollout.draws import Draws
 from rlite.rollout.episode import Episode, SampleInference
 from rlite.rollout.openai import AgentSession
-from rlite.services.endpoint.requests import SLICE_TOKENS, ApiError
-from rlite.services.endpoint.responses import Reply
-from rlite.types import PromptLogprobs
+from rlite.services.endpoint.dialects.openai import COMPLETION
+from rlite.services.endpoint.exchange import Exchange, Reply
+from rlite.services.endpoint.prompts import SLICE_TOKENS, Prompt
+from rlite.services.endpoint.requests import ApiError
+from rlite.types import GenerationHyperparameters, PromptLogprobs
 from tests.agents import Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with()
@@ -135,12 +137,16 @@ def test_a_batch_is_scored_in_slices_and_shown_beside_the_loop_with_each_token_d
 def test_a_long_response_is_encoded_beside_the_loop() -> None:
     choice = {"logprobs": {"tokens": ["a"] * 5000}}
     message = {"choices": [choice], "usage": {"total_tokens": 5000}}
+    ids = [1] * 5000
+    request = COMPLETION.read({"model": "policy", "prompt": ids, "logprobs": 0}, "policy", GenerationHyperparameters())
+    prompts = [Prompt(ids, "", None)]
+    exchange = Exchange(request=request, prompts=prompts, model="policy", tokenizer=TOKENIZER, id="1")
 
     async def messages() -> Any:
         yield message
 
     async def encoded() -> tuple[bytes, bool]:
-        parts = Reply(False, messages()).encoded()
+        parts = Reply(COMPLETION, exchange, messages()).encoded()
         other = asyncio.create_task(asyncio.sleep(0))
         part = await anext(parts)
         await parts.aclose()

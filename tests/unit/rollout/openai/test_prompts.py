@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
+from rlite.services.endpoint.prompts import ChatPrompts
 from rlite.services.endpoint.recording import Turn
-from rlite.services.endpoint.requests import ChatPrompts
 from tests.agents import ADD, WITH_TOOLS
 
 QUESTION = {"role": "user", "content": "a"}

@@ -15,9 +15,10 @@ from tokenizers import AddedToken
 from rlite.errors import ConfigError, DataError
 from rlite.rollout import GenerationHyperparameters, RolloutError, check_trajectory
 from rlite.rollout.openai import AgentClient, AgentSession
+from rlite.services.endpoint.dialects.openai import error_body
 from rlite.services.endpoint.recording import Recording, Turn, export
 from rlite.services.endpoint.requests import ApiError
-from rlite.services.endpoint.responses import TextStream
+from rlite.services.endpoint.text_stream import TextStream
 from rlite.types import LLMRequest
 from tests.agents import ADD, FORGETTING, WITH_TOOLS, Speaker, tokenizer_with
 
@@ -489,7 +490,7 @@ def test_any_body_is_answered_or_refused(place: tuple[Any, ...], new: Any) -> No
     try:
         refusal = None if asyncio.run(answer()) else "no message"
     except ApiError as error:
-        refusal = json.dumps(error.body())
+        refusal = json.dumps(error_body(error))
         assert error.status in (400, 404), refusal  # noqa: PT017  # either of two
     assert refusal is None or "message" in refusal
 

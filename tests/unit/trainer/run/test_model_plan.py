@@ -12,7 +12,8 @@ from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.config import load
 from rlite.engine.train import RliteTrainEngine
-from rlite.rollout import RewardFunction, SingleTurnWorkflow, from_trl
+from rlite.rollout import SingleTurnWorkflow, from_trl
+from rlite.rollout.rewards.groups import GroupReward
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
 from rlite.trainer.model.modules import policy_module, trained_engine
 from rlite.trainer.rl.options import PpoConfig
@@ -72,13 +73,12 @@ def test_rewards_are_shown_with_their_weights(options: list[str], told: str) -> 
     assert reward_plan(own.reward, own.rollout, workflow(exact)) == told
 
 
-def test_a_reward_of_lists_is_told_that_it_sees_no_group() -> None:
+def test_a_reward_that_compares_groups_is_told_so() -> None:
     options = load(PpoConfig, ["actor.model_name=m", "reward.path=my.py:f"])
-    trl = RewardFunction(from_trl(exact), in_process=True)
+    trl = GroupReward(from_trl(exact), in_process=True)
     for reward in (trl, WeightedRewards({"f": Part(trl, 0.5)})):
-        assert reward_plan(options.reward, options.rollout, workflow(reward)).endswith(
-            "get lists of one completion, not of a group"
-        )
+        told = reward_plan(options.reward, options.rollout, workflow(reward))
+        assert told.endswith("the responses to a prompt are scored in one call")
 
 
 def exact(**columns: Any) -> float:

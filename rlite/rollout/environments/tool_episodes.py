@@ -1,0 +1,136 @@
+"""Environments whose actions are calls of tools: one episode of them, and the workflow that plays it."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, Unpack
+
+from tensordict import TensorDict
+
+from rlite.data.chat.forms import Message
+from rlite.data.chat.template import Tokenizer
+from rlite.errors import ConfigError
+from rlite.rollout.conversation import ConversationOptions
+from rlite.rollout.tools.formats import ToolCall, ToolCallFormat
+from rlite.rollout.tools.toolbox import ToolResult
+from rlite.rollout.tools.workflow import ToolCallingWorkflow
+from rlite.types import AsyncInference, GenerationHyperparameters
+
+
+class ToolEpisode(ABC):
+    """One episode. Its calls are made one after the other, in their order, since each may change the state.
+
+    Args:
+        messages: what the model reads first.
+        schemas: JSON schemas of the tools.
+    """
+
+    has_state = True
+
+    def __init__(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> None:
+        self.messages, self.schemas = list(messages), schemas
+        self.names = [schema["function"]["name"] for schema in schemas]
+        self.is_done = False
+        """a call has ended the episode"""
+        self._turn = asyncio.Lock()
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Return the result of a call. A failure is also a result, so the model may try again.
+
+        Args:
+            call: name and arguments.
+
+        Raises:
+            EnvironmentFailure: the environment failed, and not the tool alone.
+        """
+        async with self._turn:
+            if self.is_done:
+                return ToolResult("Error: the episode has ended", is_error=True)
+            if call.name not in self.names:
+                known = ", ".join(self.names)
+                return ToolResult(f"Error: there is no tool {call.name}; there are: {known}", is_error=True)
+            return await self._call(call)
+
+    @abstractmethod
+    async def _call(self, call: ToolCall) -> ToolResult:
+        """Return the result of a call of a tool that exists."""
+
+    @abstractmethod
+    async def reward(self, **arguments: Any) -> float:
+        """Return the reward at the end; the arguments are those that `ToolUseWorkflow` gives its reward function."""
+
+
+class ToolEnvironment(Protocol):
+    """Environments of one kind."""
+
+    def episode(self, data: Mapping[str, Any]) -> AbstractAsyncContextManager[ToolEpisode]:
+        """Begin an episode of an item, which ends with the block."""
+
+
+class ToolEnvironmentWorkflow(ToolCallingWorkflow):
+    """A workflow whose model acts on an environment by calls of tools.
+
+    An episode ends when the model calls no tool, when a call ends it, or after `max_turns` turns. A trajectory has the
+    keys of `ToolUseWorkflow`.
+
+    Args:
+        environment: makes an episode of each item.
+        gconfig: sampling parameters. `max_new_tokens` applies to each turn.
+        tokenizer: the model's tokenizer, with a chat template that shows tools.
+        max_turns: maximum number of the model's turns in one episode.
+        max_length: number of tokens of one sequence at which generation stops. None is the engine's maximum.
+        tool_format: see `ToolCallingWorkflow`.
+        **options: see `ConversationOptions`.
+
+    Raises:
+        ConfigError: an option is out of range, or the template's calls cannot be read.
+    """
+
+    needs_prompt = False
+
+    def __init__(
+        self,
+        environment: ToolEnvironment,
+        gconfig: GenerationHyperparameters | Mapping[str, Any],
+        tokenizer: Tokenizer,
+        max_turns: int = 16,
+        max_length: int | None = None,
+        tool_format: str | ToolCallFormat | None = None,
+        **options: Unpack[ConversationOptions],
+    ) -> None:
+        super().__init__(gconfig, tokenizer, max_turns, max_length, tool_format, **options)
+        self.environment = environment
+
+    def opening(self, data: Mapping[str, Any]) -> None:
+        """Return None, because the environment decides the prompt."""
+
+    async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict:
+        """Return the trajectory of one episode.
+
+        Args:
+            engine: generates the model's turns.
+            data: the item.
+        """
+        async with self.environment.episode(data) as episode:
+            rest = {name: value for name, value in data.items() if name not in ("prompt", "messages", "input_ids")}
+            item = {**rest, "messages": episode.messages, "tools": list(episode.schemas)}
+            return await self.play(engine, item, episode, episode.reward)
+
+
+def last_user_message(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return messages with a text after the last one, which is a user's.
+
+    Args:
+        messages: the prompt.
+        text: what the environment says at the beginning.
+
+    Raises:
+        ConfigError: the last message is not a user's text.
+    """
+    last = messages[-1]
+    if last.get("role") != "user" or not isinstance(last.get("content"), str):
+        raise ConfigError(f"the prompt ends with {last!r:.100}: expected a message of a user, after which reset() adds")
+    return [*messages[:-1], {**last, "content": last["content"] + text}]

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlite.assembly.commands.env_check import check, main
+from rlite.assembly.commands.env_options import EnvConfig
+from rlite.rollout import RewardFunction, SingleTurnWorkflow, ToolUseWorkflow
+
+calls = itertools.count()
+
+
+def right(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, **row: Any) -> float:
+    return float(completions == "yes")
+
+
+def same(completions: str, prompt: str, **row: Any) -> float:
+    return 0.5
+
+
+def leaking(completions: str, prompt: str, **row: Any) -> float:
+    return float(next(calls))
+
+
+def failing(completions: str, prompt: str, **row: Any) -> float:
+    if completions == "yes":
+        raise ValueError("no yes")
+    return float(completions == "A")
+
+
+def undocumented(word):  # type: ignore[no-untyped-def]
+    return word
+
+
+def single(reward: Any) -> Any:
+    return lambda gconfig, tokenizer: SingleTurnWorkflow(RewardFunction(reward, in_process=True), gconfig, tokenizer)
+
+
+good, flat, leaks, fails = single(right), single(same), single(leaking), single(failing)
+
+
+def with_tools(gconfig: Any, tokenizer: Any) -> Any:
+    return ToolUseWorkflow([undocumented], right, gconfig, tokenizer)
+
+
+class Shop:
+    def __init__(self, row: Any) -> None:
+        self.orders: list[str] = []
+
+    def prompt(self) -> str:
+        return "buy tea"
+
+    def order(self, what: str) -> str:
+        """Orders something.
+
+        Args:
+            what: the good
+        """
+        self.orders.append(what)
+        return f"{len(self.orders)} orders"
+
+    def report(self) -> dict[str, Any]:
+        return {"num": len(self.orders)}
+
+
+def shop(gconfig: Any, tokenizer: Any) -> Any:
+    reward = RewardFunction(lambda completions, prompt, num, **row: num + (completions == "yes"), in_process=True)
+    return ToolUseWorkflow([Shop.order], reward, gconfig, tokenizer, state=Shop)
+
+
+def findings(name: str, **options: Any) -> dict[str, tuple[str, str]]:
+    found = check(EnvConfig(action="check", spec=f"{__file__}:{name}", episodes=4, rows=1, **options))
+    return {finding.topic: (finding.level, finding.text) for finding in found}
+
+
+def test_a_sound_workflow_passes() -> None:
+    for name in ("good", "shop"):
+        found = findings(name)
+        assert {level for level, _ in found.values()} == {"ok"}, found
+        assert found["rewards"][1].startswith("2 different ones")
+
+
+@pytest.mark.parametrize(
+    ("name", "topic", "text"),
+    [
+        ("flat", "rewards", "have the reward 0.5, whatever was answered"),
+        ("leaks", "state", "the reward is another"),
+        ("fails", "episodes", "2 of 5 failed: RewardRaised"),
+        ("with_tools", "loading", "'undocumented' has no schema"),
+        ("nothing", "loading", "has no 'nothing'"),
+    ],
+)
+def test_what_is_wrong_is_named_before_a_model_is_trained(name: str, topic: str, text: str) -> None:
+    level, told = findings(name, answers=["yes"])[topic]
+    assert level == "FAILED"
+    assert text in told
+
+
+def test_the_command_ends_with_1_if_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", f"{__file__}:leaks", "episodes=2", "rows=1"])
+    assert ended.value.code == 1
+    assert "of the checks failed: state" in capsys.readouterr().out
