@@ -166,6 +166,7 @@ WRONG = [
     ("grpo", *ROLLOUTS, "actor.policy_loss.name=dppo", "actor.policy_loss.options.metric=tvv"),
     ("eval", "m", "data=rows.jsonl", "reward=my.py:f", "temperature=hot"),
     ("generate", "m", "hello", "temperature=-1"),
+    ("serve", "m", "port=70000"),
     ("merge", "adapter", "out", "dtpye=bfloat16"),
     ("plan", "model_name=m", "num_devices=0"),
     ("quickstart", "steps=few"),
@@ -224,6 +225,7 @@ MISSING = {
     ("eval", "m", "data=rows.jsonl", "reward=my.py:g"): "my.py has no 'g'",
     ("eval", "m", "reward=my.py:f"): "missing: data.path=FILE, the prompts",
     ("generate", "/nowhere/m", "hello"): "model '/nowhere/m': no such folder",
+    ("serve", "/nowhere/m"): "model '/nowhere/m': no such folder",
     ("plan", "model_name=/nowhere/m", "num_devices=1"): "model '/nowhere/m': no such folder",
 }
 PROGRAM = """
