@@ -21,7 +21,7 @@ def check_learning(
     rows: Sequence[dict[str, Any]],
     held_out: Sequence[dict[str, Any]],
     chat_template: str | None = None,
-    steps: int = 40,
+    steps: int = 12,
     **options: Any,
 ) -> None:
     """Train, and check that the mean reward of sampled held-out episodes rises by 0.2 and five standard errors."""

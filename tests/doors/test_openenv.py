@@ -125,6 +125,7 @@ def test_a_training_trace_becomes_rows() -> None:
     assert rows["logprobs"].tolist() == [[0.0, 0.0, -0.5, -0.25]]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path, echo: str) -> None:
     rows, held_out = ([{"seed": seed} for seed in numbers] for numbers in (range(64), range(1000, 1016)))

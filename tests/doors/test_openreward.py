@@ -69,6 +69,7 @@ def test_the_scores_of_a_group_are_added(server: str) -> None:
     assert batch["rewards"].tolist() == [1.0, 11.0, 21.0]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path, server: str) -> None:
     rows, held_out = ([{"task": place} for place in numbers] for numbers in (range(3), range(3, 4)))

@@ -13,6 +13,7 @@ from tests.unit.rollout.contracts.tool_template import TEMPLATE
 FILE = Path(counters.__file__)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path) -> None:
     rows, held_out = (

@@ -81,6 +81,7 @@ def test_the_command_line_names_a_taskset(tokenizer: Any) -> None:
     assert rows["rewards"].tolist() == [0.25]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path) -> None:
     check_learning(tmp_path, f"verifiers:{TASKSET}", [{"task": 0}], [{"task": 1}], env_timeout=600.0)
