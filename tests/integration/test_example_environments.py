@@ -155,6 +155,6 @@ def test_search_trains_from_the_command_line(searching: None, tmp_path: Path) ->
 
 @pytest.mark.parametrize("spec", ["self_play.py:bids", "shop.py:shop"])
 def test_the_examples_of_seats_and_of_tools_with_state_pass_the_check(spec: str) -> None:
-    options = EnvConfig(action="check", spec=f"{FOLDER}/{spec}", answers=["7"])
+    options = EnvConfig(action="check", spec=f"{FOLDER}/{spec}", answers=["7", "tea"])
     found = {finding.topic: finding for finding in check(options)}
     assert {finding.level for finding in found.values()} <= {"ok", "note"}, found

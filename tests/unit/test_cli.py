@@ -114,7 +114,7 @@ def test_help_and_schema_offer_the_same_estimators_of_a_kl_loss(monkeypatch, cap
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "schema: expected one command; known: cpo, doctor, dpo, env, eval, generate, grpo, kto, launch, logs, merge",
+            "schema: expected one command; known: cpo, doctor, dpo, env, eval, generate, grpo, kto, launch, logs",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],

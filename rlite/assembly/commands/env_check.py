@@ -187,19 +187,23 @@ def script_of(options: EnvConfig, workflow: RolloutWorkflow, row: Mapping[str, A
     text = texts[script % len(texts)]
     if not isinstance(workflow, ToolUseWorkflow):
         return [text, *texts]
-    calls = [example_call(schema) for schema in workflow.toolbox.schemas]
+    calls = [example_call(schema, text) for schema in workflow.toolbox.schemas]
     call = calls[script % len(calls)]
     written = json.dumps({"name": call.name, "arguments": call.arguments})
     return [f"<tool_call>{written}</tool_call>", text]
 
 
-def example_call(schema: Mapping[str, Any]) -> ToolCall:
-    """Return a call of a tool with arguments of the types that its schema names."""
+def example_call(schema: Mapping[str, Any], text: str) -> ToolCall:
+    """Return a call of a tool with arguments of the types that its schema names.
+
+    Args:
+        schema: schema of the tool.
+        text: value of arguments that are texts.
+    """
     function = schema["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}
     values = {
-        name: (each.get("enum") or [EXAMPLES.get(str(each.get("type")), "example")])[0]
-        for name, each in properties.items()
+        name: (each.get("enum") or [EXAMPLES.get(str(each.get("type")), text)])[0] for name, each in properties.items()
     }
     return ToolCall(function["name"], values)
 

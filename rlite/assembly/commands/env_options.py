@@ -30,7 +30,7 @@ class EnvConfig(ImportOptions):
     """episodes of each row, with different answers"""
     answers: list[str] = []
     """texts that the scripted model answers first, such as a right answer; then texts of the row, calls of the tools
-    with example arguments, and others"""
+    with these texts as arguments, and others"""
     max_turns: Count = 4
     """turns of an episode, for an environment file"""
     timeout: Seconds = 60.0
