@@ -10,6 +10,8 @@ RLITE_TORCH_INDEX ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 TORCH := $(shell sed -n 's/^torch==//p' constraints-cpu.txt)
+# releases of torch for CUDA bring their own
+TRITON := 3.9.0
 BIN := $(VENV)/bin
 SOURCES := rlite tests examples recipes benchmarks tools docs/generate_interfaces.py docs/generate_screenshots.py
 # test files are distributed to this many processes: more than two cores, because tests also wait
@@ -22,7 +24,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm test-harness test-doors test-transformers nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help quickstart test test-fast test-vllm test-harness test-doors test-transformers test-triton nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -44,6 +46,11 @@ test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vL
 
 test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV)/harness) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/harness
+
+# triton, which needs nothing else, stays outside the environment: torch must run without it
+test-triton: $(VENV)/.triton-installed  ## tests of our GPU kernels without a GPU: by Triton's interpreter, and compiled ahead of time
+	PYTHONPATH=$(abspath $(VENV)/triton) OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+		tests/unit/engine/test_triton_decode.py tests/unit/backends/models/test_triton_head.py
 
 # each contract has packages of its own, because their pins exclude each other
 DOORS ?= verifiers openenv openreward
@@ -145,6 +152,11 @@ $(VENV)/.harness-installed: $(VENV)/.installed tests/harness/requirements.txt
 # for tests/doors alone, whose process finds the folder by PYTHONPATH
 $(VENV)/.door-%-installed: $(VENV)/.installed tests/doors/requirements-%.txt
 	$(BIN)/pip install --quiet --no-compile --upgrade --target $(VENV)/doors/$* -r tests/doors/requirements-$*.txt
+	touch $@
+
+# for test-triton alone
+$(VENV)/.triton-installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/triton triton==$(TRITON)
 	touch $@
 
 # drives Chromium in tests/browser; the browser itself is the machine's

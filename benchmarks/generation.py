@@ -140,9 +140,10 @@ class Worker:
             SequenceRequest(request_id=i, input_ids=prompt, gconfig=gconfig_of(num), seed=i)
             for i, (prompt, num) in enumerate(zip(self.prompts, num_new, strict=True))
         ]
-        made = sum(len(chunk.token_ids) for chunk in self.worker.advance(requests, [], self.STEPS))
-        while self.worker.num_unfinished:
-            made += sum(len(chunk.token_ids) for chunk in self.worker.advance([], [], self.STEPS))
+        chunks, made = self.worker.advance(requests, [], self.STEPS), 0
+        while chunks:
+            made += sum(len(chunk.token_ids) for chunk in chunks)
+            chunks = self.worker.advance([], [], self.STEPS)
         return made
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ PLAN = [
     Step("ipc", 90, False, "20 rounds of weights from one process to another"),
     Step("sft", 150, False, "SFT at 8k tokens per pack"),
     Step("rl", 180, False, "RL at 16k tokens per pack"),
+    Step("choices", 240, True, "the options that are off until a GPU has shown them"),
     Step("profile", 120, False, "profile of one training step"),
     Step("generation", 180, False, "generation, 256 sequences, top_p 1 and 0.9"),
 ]

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -344,16 +345,51 @@ def graphs(device: str, out: Path) -> Results:
         raise AssertionError("captured steps make other tokens than eager ones")
 
 
+def choices(device: str, out: Path) -> Results:
+    """The fused head, compiled layers and the paged kernel compute what PyTorch does without them; seconds of each."""
+    with _session(device, "qwen3-0.6b" if device == "cuda" else "tiny") as model:
+        yield from _trained(model, device)
+        yield from _paged(model, device)
+
+
+def _trained(model: Path, device: str) -> Results:
+    num_tokens, losses = 8192 if device == "cuda" else 64, {}
+    wanted: list[dict[str, Any]] = [{}, {"fused_head": True}, {"compile": "layers"}]
+    for options in (*wanted, wanted[1] | wanted[2]):
+        engine, name = _train_engine(model, **options), "+".join(options) or "default"
+        losses[name] = [_train_step(engine, device, num_tokens) for _ in range(4)]
+        yield {f"losses_{name}": [round(loss, 4) for loss in losses[name]], f"chosen_{name}": engine.choices()}
+        yield {f"seconds_{name}": _timed(partial(_train_step, engine, device, num_tokens), device, 4)}
+        engine.release()
+        if not max(abs(a - b) for a, b in zip(losses[name], losses["default"], strict=True)) < 0.02:
+            raise AssertionError(f"{name} learns something else: losses {losses}")
+
+
+def _paged(model: Path, device: str) -> Results:
+    made, dtype = {}, "bfloat16" if device == "cuda" else "float32"
+    for is_paged in (False, True):
+        options = EmbeddedOptions(
+            max_model_len=600, max_num_seqs=8, dtype=dtype, gpu_memory_utilization=0.5, paged_kernel=is_paged
+        )
+        worker = EmbeddedWorker(str(model), options, torch.device(device))
+        _decode(worker)
+        started = time.perf_counter()
+        made[is_paged] = _decode(worker)
+        yield {f"seconds_paged_kernel_{is_paged}": time.perf_counter() - started}
+    yield {"equal_answers": f"{sum(made[True][i] == made[False][i] for i in made[True])} of {len(made[True])}"}
+
+
 def _decode(worker: EmbeddedWorker) -> dict[int, list[int]]:
     gconfig = GenerationHyperparameters(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     requests = [
         SequenceRequest(request_id=i, input_ids=[i + 1] * (3 + 40 * i), gconfig=gconfig, seed=i) for i in range(8)
     ]
     made: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    while requests or worker.num_unfinished:
-        for chunk in worker.advance(requests, [], 64):
+    chunks = worker.advance(requests, [], 64)
+    while chunks:
+        for chunk in chunks:
             made[chunk.request_id] += chunk.token_ids
-        requests = []
+        chunks = worker.advance([], [], 64)
     return made
 
 
@@ -423,7 +459,7 @@ def _timed(function: Any, device: str, repeats: int = 10) -> float:
 
 RUN = {
     step.__name__: step
-    for step in (versions, attention, training, graphs, sync, memory, ipc, sft, rl, profile, generation)
+    for step in (versions, attention, training, graphs, sync, memory, ipc, sft, rl, choices, profile, generation)
 }
 
 

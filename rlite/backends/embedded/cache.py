@@ -43,9 +43,10 @@ class EmbeddedOptions(ExecutorOptions):
     """memory of keys and values on each device. If it is too small for `max_num_seqs` sequences, fewer run at once, and
     a sequence may be interrupted and prefilled again. Default: room for `max_num_seqs` sequences of `max_model_len`
     tokens, on a GPU as far as memory is free; on CPU, memory is taken when a page is first used"""
-    paged_kernel: bool = True
+    paged_kernel: bool = False
     """on a GPU, decode with rlite's Triton kernel, which reads the pages in place. Without it, with a Triton that is
-    missing, or if the kernel computes something else than PyTorch at build, each step gathers all keys and values"""
+    missing, or if the kernel computes something else than PyTorch at build, each step gathers all keys and values. Off
+    until it has been measured on a GPU"""
     max_prefill_tokens: Count = 4096
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True

@@ -148,6 +148,7 @@ def test_the_compiled_kernel_uses_tensor_cores_and_vector_loads_and_spills_nothi
     pytest.importorskip("triton", reason="compilation for a GPU needs the package triton")
     kernel = compiled_for(capability, width)
     code = kernel.asm["ptx"]
+    assert f".target sm_{capability}{'' if capability == 80 else 'a'}" in code
     assert len(re.findall(r"(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", code)) >= 2
     assert re.search(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10|ld\.global[^;]*v4|cp\.async\.bulk", code)
     assert kernel.metadata.shared < 227 * 1024 if capability > 80 else kernel.metadata.shared < 163 * 1024

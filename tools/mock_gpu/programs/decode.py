@@ -31,7 +31,9 @@ def measure() -> dict[str, float]:
     rlite.init(device="cuda", num_devices=1, launcher="inprocess")
     engine = RliteInferenceEngine(str(small_model()))
     with mock.counting() as build:
-        engine.build(max_model_len=2048, max_num_seqs=ROWS, dtype="bfloat16", gpu_memory_utilization=0.5)
+        engine.build(
+            max_model_len=2048, max_num_seqs=ROWS, dtype="bfloat16", gpu_memory_utilization=0.5, paged_kernel=True
+        )
     generate(engine, ROWS, 10, LONG)  # captures
     short, long = generate(engine, ROWS, 10, SHORT), generate(engine, ROWS, 10, LONG)
     bursts = (LONG - SHORT) // BURST

@@ -51,7 +51,7 @@ def measure() -> dict[str, float]:
     rlite.init(device="cuda", num_devices=1, launcher="inprocess")
     path = true_model()
     engine = RliteInferenceEngine(str(path))
-    engine.build(max_model_len=2048, max_num_seqs=ROWS, dtype="bfloat16", gpu_memory_utilization=0.9)
+    engine.build(max_model_len=2048, max_num_seqs=ROWS, dtype="bfloat16", gpu_memory_utilization=0.9, paged_kernel=True)
     prompts = [[row % 200 + 1] * CONTEXT for row in range(ROWS)]
     engine.generate(prompts, {"max_tokens": 2, "min_new_tokens": 2})
     largest = max(steps, key=lambda step: step.total_seconds)

@@ -50,6 +50,7 @@ def test_the_head_has_the_gradients_of_float64_with_kept_blocks_and_kept_ids(int
 @pytest.mark.slow
 def test_compiled_kernels_spill_nothing_and_read_and_write_vectors() -> None:
     for kernel, facts in output_of("compile").items():
+        assert facts["target"] == {"80": "sm_80", "90": "sm_90a", "100": "sm_100a"}[kernel.split()[-1]]
         assert facts["STACK"] == facts["LOCAL"] == 0, kernel
         assert facts["shared"] < MAX_SHARED, kernel
         assert facts["loads"] >= 1, kernel

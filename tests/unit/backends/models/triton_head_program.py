@@ -148,6 +148,7 @@ def facts(kernel: Any, types: dict[str, str], num_warps: int, capability: int, *
         **{name: int(value) for name, value in re.findall(r"(STACK|LOCAL):(\d+)", used)},
         "shared": binary.metadata.shared,
         "loads": len(re.findall(r"ld\.global\S*\.v4", ptx)),
+        "target": re.search(r"\.target (\w+)", ptx)[1],  # type: ignore[index]
         "stores": len(re.findall(r"st\.global\S*\.v4", ptx)),
     }
 
