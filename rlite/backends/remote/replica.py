@@ -7,13 +7,14 @@ not answer at all, the replica is lost, and its requests continue on the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 from typing import Any
 
 from rlite.backends.remote.server import GENERATE, RemoteOptions, attach
-from rlite.backends.serving.http import LOST, CallRefused
+from rlite.backends.serving.http import ANSWER_S, LOST, CallRefused
 from rlite.backends.serving.sampler import num_left
 from rlite.backends.serving.streams import AnswerStream, StreamedReplica, version_of
 from rlite.errors import ConfigError
@@ -173,6 +174,9 @@ class RemoteReplica(StreamedReplica):
         body = generate_body(stream.request, self._served.model, stream.name, self._endpoint.max_model_len)
         async with self._places, self._client.post(GENERATE, body) as response:
             await self._receive(response.content, stream)
+            with contextlib.suppress(*LOST):  # its end, so that the connection serves the next request
+                async with asyncio.timeout(ANSWER_S):
+                    await response.content.read()
 
     def _inexact(self, gconfig: GenerationHyperparameters) -> str:
         """Return why the server's log-probabilities are those of another distribution; "" if they are not."""
