@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError
 from tests.tiny import build_model_dir
 
-KEY = "the key of both servers, secret"
+KEY = "the-key-of-both-servers"
 PROMPTS = [[5, 6, 7], [8, 9]]
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0, "max_new_tokens": 24},
@@ -37,7 +38,7 @@ class Server:
 
     def __init__(self, model: Path, port: int = 0) -> None:
         command = [sys.executable, "-m", "rlite.cli", "serve", str(model), f"port={port}", "max_model_len=512"]
-        environment = {**rlite_environment(), "RLITE_SERVE_TOKEN": KEY.replace(" ", "_").replace(",", "")}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RLITE_SERVE_TOKEN": KEY}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         lines = iter(self.process.stdout.readline, "")
@@ -47,12 +48,6 @@ class Server:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-
-
-def rlite_environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +74,7 @@ def local(model: Path) -> Iterator[RliteInferenceEngine]:
 
 @pytest.fixture(autouse=True)
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY.replace(" ", "_").replace(",", ""))
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
 @pytest.fixture
@@ -165,7 +160,7 @@ def test_what_cannot_be_compared_is_refused_when_the_engine_is_built(
     assert KEY_VARIABLE in (told := build())
     assert "wrong key" not in told + caplog.text
     monkeypatch.undo()
-    monkeypatch.setenv(KEY_VARIABLE, KEY.replace(" ", "_").replace(",", ""))
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
     other = build_model_dir(tmp_path / "other", hidden=64)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -192,33 +187,6 @@ def test_a_truncated_answer_has_no_exact_log_probabilities(
     engine.release()
 
 
-def test_the_commands_ask_remote_servers(
-    model: Path,
-    servers: list[Server],
-    local: RliteInferenceEngine,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    local.release()
-    rlite.shutdown()
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(4)))
-    (tmp_path / "my.py").write_text("def short(completions, **row): return float(len(completions) < 9)\n")
-    executor = ["executor=remote", f"executor_options.addresses=[{servers[0].url}]"]
-    arguments = [f"data.path={rows}", f"reward.path={tmp_path / 'my.py'}:short", "reward.in_process=true"]
-    main(["eval", str(model), *arguments, *executor, "max_new_tokens=6", f"out={tmp_path / 'out'}"])
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results
-    capsys.readouterr()
-    main(["generate", str(model), "hello", "temperature=0", "max_new_tokens=6", "chat=false", *executor])
-    theirs = capsys.readouterr().out
-    main(["generate", str(model), "hello", "temperature=0", "max_new_tokens=6", "chat=false"])
-    assert theirs == capsys.readouterr().out
-    training = [f"train_data.path={rows}", *arguments[1:], f"actor.model_name={model}"]
-    with pytest.raises((ConfigError, SystemExit)):
-        main(["ppo", *training, *[f"rollout.{each}" for each in executor], f"save_dir={tmp_path / 'run'}"])
-
-
 class Odd(http.server.BaseHTTPRequestHandler):
     """A server that answers otherwise than a server of models."""
 
@@ -232,15 +200,44 @@ class Odd(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_server_of_something_else_is_named(model: Path, local: RliteInferenceEngine) -> None:
-    if not rlite.runtime.cluster.session.has_session():
-        rlite.init(num_devices=1)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         engine = RliteInferenceEngine(model, executor="remote")
         with pytest.raises(ConfigError, match="does not answer /v1/models"):
-            engine.build(addresses=[f"http://127.0.0.1:{server.server_port}"])
+            engine.build(addresses=[f"http://127.0.0.1:{server.server_port}"], colocate_with=local)
         server.shutdown()
+
+
+def test_the_commands_ask_remote_servers(
+    model: Path,
+    servers: list[Server],
+    local: RliteInferenceEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["rlite", *arguments])
+        capsys.readouterr()
+        main()
+        return capsys.readouterr().out
+
     rlite.shutdown()
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(4)))
+    (tmp_path / "my.py").write_text(
+        "def short(completions, **row): return [float(len(text) < 9) for text in completions]\n"
+    )
+    executor = ["executor=remote", f"executor_options.addresses=[{servers[0].url}]"]
+    reward = [f"reward.path={tmp_path / 'my.py'}:short", "reward.in_process=true"]
+    run("eval", str(model), f"data.path={rows}", *reward, *executor, "max_new_tokens=6", f"out={out}")
+    assert KEY not in "".join(file.read_text(errors="replace") for file in out.rglob("*") if file.is_file())
+    generate = ("generate", str(model), "hello", "temperature=0", "max_new_tokens=6", "chat=false")
+    assert run(*generate, *executor) == run(*generate) != ""
+    options = [f"train_data.path={rows}", *reward, f"actor.model_name={model}", f"trainer.save_dir={tmp_path / 'run'}"]
+    with pytest.raises((ConfigError, SystemExit)) as refused:
+        run("ppo", *options, *[f"rollout.{each}" for each in executor])
+    assert "policy of its servers is fixed" in str(refused.value) + capsys.readouterr().err
 
 
 def wait_until(holds: Any) -> None:
