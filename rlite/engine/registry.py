@@ -36,6 +36,7 @@ B = TypeVar("B", bound=Backend)
 _backends: dict[tuple[Kind, str], Backend | str] = {
     ("train", "fsdp2"): "rlite.backends.fsdp2.worker:BACKEND",
     ("inference", "torch"): "rlite.backends.embedded.worker:BACKEND",
+    ("inference", "remote"): "rlite.backends.remote.replica:BACKEND",
     ("inference", "sglang"): "rlite.backends.sglang.replica:BACKEND",
     ("inference", "vllm"): "rlite.backends.vllm.worker:BACKEND",
 }

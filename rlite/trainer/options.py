@@ -309,6 +309,8 @@ class ServingOptions(EngineOptions):
     """the same tokens bit by bit, independent of other requests; executor torch alone, slower"""
     speculation: Literal["auto"] | bool = False
     """check several tokens at once that earlier texts propose; executor torch on CPU alone"""
+    executor_options: dict[str, Any] = {}
+    """further options of the executor, such as {addresses: [http://10.0.0.1:8000]} of remote"""
 
     def build_options(self, num_devices: int) -> dict[str, Any]:
         """Return keyword arguments of an inference engine's `build` that fills so many devices.
@@ -324,6 +326,7 @@ class ServingOptions(EngineOptions):
             # other executors do not know these
             **({"deterministic": True} if self.deterministic else {}),
             **({"speculation": self.speculation} if self.speculation else {}),
+            **self.executor_options,
         }
 
 

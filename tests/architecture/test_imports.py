@@ -27,7 +27,7 @@ HOMES = {
         "rlite/services/endpoint/connections.py",
         "rlite/services/environments/openenv.py",
         "rlite/services/environments/ors.py",
-        "rlite/backends/sglang/client.py",
+        "rlite/backends/serving/http.py",
         "rlite/viewer/server.py",
     ),
     "verifiers": "rlite/services/environments/verifiers_calls.py",

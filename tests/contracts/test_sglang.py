@@ -24,8 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.backends.serving.http import CallRefused
 from rlite.backends.sglang.replica import SglangReplica
-from rlite.backends.sglang.server import CallRefused, ServerProcess, SglangOptions, server_arguments
+from rlite.backends.sglang.server import ServerProcess, SglangOptions, server_arguments
 from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import ConfigError, UnknownOptionError, WorkerError
 from rlite.runtime.cluster.session import current_session

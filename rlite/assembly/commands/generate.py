@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     for ids in tokens:
         check_ids(ids, vocab_size)
     dtype: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
-    engine.build(tensor_parallel_size=options.tp_size, **dtype)
+    engine.build(tensor_parallel_size=options.tp_size, **dtype, **options.executor_options)
     sampling = options.gconfig(seed=secrets.randbits(31) if options.seed is None else options.seed)
     if len(tokens) * options.n == 1 and not options.stop:
         asyncio.run(stream(engine, tokens[0], sampling))

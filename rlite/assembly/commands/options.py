@@ -41,6 +41,8 @@ class GenerateConfig(SamplingOptions, AnnouncedOptions):
     """seed of the sampling; null draws one"""
     executor: str = "torch"
     """inference executor"""
+    executor_options: dict[str, Any] = {}
+    """further options of the executor, such as {addresses: [http://10.0.0.1:8000]} of remote"""
     tp_size: Count = 1
     """devices that share the model"""
     dtype: str | None = None

@@ -9,35 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rlite.backends.serving.http import Endpoint, ServerClient
 from rlite.backends.serving.sampler import num_left
-from rlite.backends.sglang.server import CallRefused, Endpoint
+from rlite.backends.serving.streams import AnswerStream, version_of
 from rlite.data.routing import ROUTED, RoutingTable
 from rlite.errors import DataError
-from rlite.imports import optional
 from rlite.types import MAX_KEPT_IDS, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
-
-with optional("executor 'sglang' needs", "sglang"):
-    import aiohttp
 
 MAX_KEPT = 4000
 """most token ids in a sampling mask; SGLang's default limit is 4096, and ties at the limit count too"""
 REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-ANSWER_S = 6.0
-"""seconds in which the server must answer a look; then it counts as lost"""
-LINE_BYTES = 2**27
-"""half of the longest event of a stream"""
 MAX_SCORED = 64
 """prompts that the server scores at a time, each over a connection of its own"""
-LOST = (aiohttp.ClientError, OSError, ValueError)
-"""errors of a connection to a server that is lost"""
 
 
 def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab_size: int) -> dict[str, Any]:
@@ -90,20 +79,13 @@ def scored_prompt(meta: dict[str, Any], num_top: int) -> PromptLogprobs:
 
 
 @dataclass
-class TokenStream:
-    """State of one request's stream of events. Events may be cumulative or incremental, as the server is set up."""
+class TokenStream(AnswerStream):
+    """An answer whose events may be cumulative or incremental, as the server is set up."""
 
-    request: SequenceRequest
-    versions: list[int]
-    """versions of the completion's tokens so far, which may be corrected"""
     routing: RoutingTable | None = None
     """form of the table of chosen experts, which comes with the last event"""
     num_taken: int = 0
     """tokens that earlier events brought"""
-    is_finished: bool = False
-    """the server has ended the request, or never had it"""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, end) of this stream's tokens, as the server reports them at its end"""
 
     def chunk(self, line: str | bytes, version: int) -> TokenChunk:
         """Return the new tokens of one event.
@@ -151,17 +133,6 @@ class TokenStream:
             extras=extras,
         )
 
-    def refusal(self, error: str, is_nonfinite: bool = False) -> TokenChunk:
-        """Return the last chunk of a request that the server does not serve."""
-        self.is_finished = True
-        return TokenChunk(request_id=self.request.request_id, version=0, error=error, is_nonfinite=is_nonfinite)
-
-    def restamp(self) -> None:
-        """Correct the versions of tokens that were on their way while the version changed."""
-        start = len(self.request.output_ids)
-        for index in range(start, len(self.versions)):
-            self.versions[index] = next((v for v, end in self.spans if index - start < end), self.versions[index])
-
     def _new(self, column: list[Any], total: int) -> list[Any]:
         """Return a column's entries for the tokens that no earlier event brought."""
         num_new = total - self.num_taken
@@ -188,45 +159,16 @@ class TokenStream:
         return next((num for num, token in enumerate(made, start=1) if num > least and token in stops), None)
 
 
-def version_of(reported: Any, otherwise: int) -> int:
-    """Return the policy version that a server reports as text, or the other one if the text is no number."""
-    return int(reported) if str(reported).isdecimal() else otherwise
-
-
-class ServerClient:
-    """The connections of an event loop to one server. Errors that are no `CallRefused` say that the server is lost."""
+class ScoringClient(ServerClient):
+    """A client that lets the server score prompts."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+        super().__init__(endpoint)
         self._places = asyncio.Semaphore(MAX_SCORED)
-        self.session = aiohttp.ClientSession(
-            headers=endpoint.headers,
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S),  # the replica ends what waits too long
-            read_bufsize=LINE_BYTES,
-        )
-
-    @contextlib.asynccontextmanager
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the response of `/generate`.
-
-        Raises:
-            CallRefused: the server refused the request.
-        """
-        async with self.session.post(f"{self._endpoint.url}/generate", json=body) as response:
-            if response.status != 200:
-                raise CallRefused(self._endpoint.url, "/generate", response.status, await response.text())
-            yield response
 
     async def score(self, prompt: list[int], num_top: int) -> PromptLogprobs:
         """Return the log-probabilities of a prompt, and of `num_top` tokens at each place."""
         if len(prompt) < 2:
             return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
-        async with self._places, self.generate(scoring_body(prompt, num_top)) as response:
+        async with self._places, self.post("/generate", scoring_body(prompt, num_top)) as response:
             return scored_prompt((await response.json())["meta_info"], num_top)
-
-    async def look(self) -> None:
-        """Return when the server has answered. Any answer will do: a paused server is not ready."""
-        limit = aiohttp.ClientTimeout(total=ANSWER_S)
-        async with self.session.get(f"{self._endpoint.url}/ready", timeout=limit):
-            pass

@@ -1,37 +1,33 @@
 """The replica of the SGLang executor: the driver's streams of tokens from one server.
 
-An event loop in a thread of its own holds a stream for each request, and hands tokens to their requests. While the
-replica is paused, requests wait here, and so do tokens that were on their way: callers see a token boundary.
+While the replica is paused, requests wait here, and so do tokens that were on their way: callers see a token boundary.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-import uuid
-from collections.abc import AsyncIterable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any, cast
 
-from rlite.backends.serving.sampler import objection
-from rlite.backends.sglang.client import ANSWER_S, LOST, ServerClient, TokenStream, generate_body
-from rlite.backends.sglang.server import CALL_S, OPTIONAL, CallRefused, Endpoint, SglangOptions
+from rlite.backends.serving.http import ANSWER_S, CALL_S, LOST, Endpoint
+from rlite.backends.serving.streams import LOOK_S, AnswerStream, StreamedReplica
+from rlite.backends.sglang.client import ScoringClient, TokenStream, generate_body
+from rlite.backends.sglang.server import OPTIONAL, SglangOptions
 from rlite.backends.sglang.worker import SglangWorker
 from rlite.errors import RliteError, WorkerError
-from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure, WorkerReplica
-from rlite.runtime.replicas.workers import RankChoice, T, WorkerSet
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure
+from rlite.runtime.replicas.workers import RankChoice, WorkerSet
 from rlite.types import PromptLogprobs, TokenChunk
 
-LOOK_S = 1.0
-"""seconds between two looks at the server"""
 STOPPED_S = 3.0
 """seconds for a worker to tell why its server ended"""
 
 
-class SglangReplica(WorkerReplica):
+class SglangReplica(StreamedReplica):
     """Listens to one server. Its thread ends when the engine closes the replica or the server is lost.
 
     Args:
@@ -40,53 +36,14 @@ class SglangReplica(WorkerReplica):
         on_failure: called with the requests in flight when the server is lost.
     """
 
+    _client: ScoringClient
+
     def __init__(self, workers: WorkerSet, options: SglangOptions, on_failure: OnFailure) -> None:
-        super().__init__(workers)
-        self._endpoint = cast(Endpoint, workers.ask(SglangWorker.endpoint))
-        self._options, self._on_failure = options, on_failure
-        self._version = 0
-        # of the event loop's thread alone
-        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._scoring: set[asyncio.Future[list[PromptLogprobs]]] = set()
         self._background: set[asyncio.Task[Any]] = set()
-        self._is_paused = False
-        self._waiting: list[InFlightRequest] = []
-        self._held: list[tuple[TokenChunk, TokenStream]] = []
-        self._heard = time.monotonic()
-        self._closing = threading.Lock()
-        self._is_closed = False
-        self._loop = asyncio.new_event_loop()
-        name = f"streams of {workers.group.name} {workers.index}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        self._within(self._open())
-
-    # -- called by the engine ------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise the failure of a worker or a server that no longer serves.
-
-        Raises:
-            Exception: the failure.
-        """
-        super().check()
-        if (failure := self.failure) is not None:
-            raise type(failure)(*failure.args)
-
-    def submit(self, requests: Sequence[InFlightRequest]) -> bool:
-        """Start requests.
-
-        Returns:
-            False, with nothing started, if the replica has failed.
-        """
-        is_added = self._in_flight.add(requests)
-        if is_added:
-            self._post(self._start, list(requests))
-        return is_added
-
-    def cancel(self, request_ids: Collection[int] | None) -> None:
-        """End requests with their tokens so far; None ends all."""
-        self._post(self._end_cancelled, self._in_flight.cancel(request_ids))
+        self._held: list[tuple[TokenChunk, AnswerStream]] = []
+        endpoint = cast(Endpoint, workers.ask(SglangWorker.endpoint))
+        super().__init__(workers, endpoint, options.stall_timeout_s, on_failure)
 
     def pause(self) -> None:
         """Let the server retract its requests. Tokens that arrive from now on wait for `resume`."""
@@ -97,24 +54,7 @@ class SglangReplica(WorkerReplica):
         """Continue after `pause`."""
         if self._is_paused and self.failure is None:
             self._control("/continue_generation", {})
-            self._within(self._go_on())
-
-    def drop(self, error: BaseException) -> None:
-        """End every request with this error, here and on the server."""
-        dropped = self._in_flight.clear()
-        self._post(self._forget, [request.request.request_id for request in dropped])
-        for request in dropped:
-            request.fail(error)
-
-    def set_version(self, version: int) -> None:
-        """Stamp tokens with this policy version from now on."""
-        super().set_version(version)
-        self._version = version
-
-    def weights_changed(self, version: int) -> None:
-        """Let the server serve newly written weights."""
-        super().weights_changed(version)
-        self._version = version
+            super().resume()
 
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
@@ -142,34 +82,6 @@ class SglangReplica(WorkerReplica):
             scoring.cancel()
         raise RliteError("the inference engine was released while prompts were scored")
 
-    def close(self) -> None:
-        """Stop listening, end requests in flight with an error, and end a server of rlite's own. Safe to call again."""
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self.resume()  # an attached server serves others too
-            self._within(self._shut(RliteError("the inference engine was released while this request was in flight")))
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=CALL_S)
-            with contextlib.suppress(RliteError):  # a dead worker has taken its server along
-                replace(self.workers, timeout=CALL_S).ask(SglangWorker.stop)
-
-    # -- between the threads -------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
-
-    def _post(self, act: Callable[..., object], *args: Any) -> None:
-        """Call a function in the event loop, soon."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is left to act on
-            self._loop.call_soon_threadsafe(act, *args)
-
-    def _within(self, act: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine in the event loop."""
-        return asyncio.run_coroutine_threadsafe(act, self._loop).result(CALL_S)
-
     def _control(self, path: str, body: dict[str, Any]) -> None:
         """Call the server. If it does not answer, the replica is lost."""
         try:
@@ -177,86 +89,43 @@ class SglangReplica(WorkerReplica):
         except WorkerError as error:
             self._within(self._lose(error))
 
+    def _close(self) -> None:
+        self.resume()  # an attached server serves others too
+        super()._close()
+        with contextlib.suppress(RliteError):  # a dead worker has taken its server along
+            replace(self.workers, timeout=CALL_S).ask(SglangWorker.stop)
+
     # -- in the event loop ---------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
-        self._client = ServerClient(self._endpoint)
-        self._watcher = self._loop.create_task(self._watch())
+    def _connect(self) -> ScoringClient:
+        return ScoringClient(self._endpoint)
 
     @property
     def _is_busy(self) -> bool:
-        """True if the server owes tokens or scores."""
         return bool(self._tasks or self._scoring)
 
-    def _start(self, requests: Sequence[InFlightRequest]) -> None:
-        for request in requests:
-            number = request.request.request_id
-            if request.is_cancelled:
-                self._end_cancelled([number])
-            elif self._is_paused:
-                self._waiting.append(request)
-            elif self.failure is None:
-                self._heard = self._heard if self._is_busy else time.monotonic()
-                self._tasks[number] = self._loop.create_task(self._stream(request))
+    def _stream_of(self, request: InFlightRequest) -> TokenStream:
+        return TokenStream(request.remaining_request(), request.versions, routing=self._endpoint.routing)
 
-    async def _stream(self, request: InFlightRequest) -> None:
-        """Receive one request's tokens until it has ended."""
-        sequence, name = request.remaining_request(), uuid.uuid4().hex
-        stream = TokenStream(sequence, request.versions, self._endpoint.routing)
+    async def _ask(self, stream: AnswerStream) -> None:
         limits = self._endpoint.max_model_len, self._endpoint.vocab_size
-        try:
-            if (told := objection(sequence, *limits)) is not None:
-                self._deliver(stream.refusal(told), stream)
-            else:
-                async with self._client.generate(generate_body(sequence, name, *limits)) as response:
-                    await self._receive(response.content, stream)
-        except CallRefused as refused:
-            self._deliver(stream.refusal(refused.message), stream)
-        except LOST as error:
-            await self._lose(error)
-        finally:
-            if self._tasks.get(sequence.request_id) is asyncio.current_task():
-                del self._tasks[sequence.request_id]
-            if not stream.is_finished and self.failure is None:
-                self._background.add(task := self._loop.create_task(self._abort(name)))
-                task.add_done_callback(self._background.discard)
+        async with self._client.post("/generate", generate_body(stream.request, stream.name, *limits)) as response:
+            await self._receive(response.content, stream)
 
-    async def _receive(self, lines: AsyncIterable[bytes], stream: TokenStream) -> None:
-        """Hand the events of one response to its request.
-
-        Raises:
-            OSError: the stream ended before its request.
-        """
-        async for line in lines:
-            if line.startswith(b"data: {"):
-                chunk = stream.chunk(line[len(b"data: ") :], self._version)
-                self._deliver(chunk, stream)
-                if chunk.finish_reason is not None or chunk.error is not None:
-                    return
-        raise OSError("a stream of tokens broke off")
-
-    def _deliver(self, chunk: TokenChunk, stream: TokenStream) -> None:
+    def _deliver(self, chunk: TokenChunk, stream: AnswerStream) -> None:
         self._heard = time.monotonic()
         if self._is_paused:
             self._held.append((chunk, stream))
         else:
             self._take(chunk, stream)
 
-    def _take(self, chunk: TokenChunk, stream: TokenStream) -> None:
-        stream.restamp()
-        self._forget(self._in_flight.take([chunk]))
-
     def _forget(self, numbers: Collection[int]) -> None:
-        """End the streams of requests that have ended here."""
-        for number in numbers:
-            if (task := self._tasks.pop(number, None)) is not None:
-                task.cancel()
-        self._waiting = [request for request in self._waiting if request.request.request_id not in numbers]
+        super()._forget(numbers)
         self._held = [(chunk, stream) for chunk, stream in self._held if chunk.request_id not in numbers]
 
-    def _end_cancelled(self, numbers: Collection[int]) -> None:
-        self._forget(numbers)
-        self._in_flight.take([TokenChunk(request_id=n, version=self._version, finish_reason="abort") for n in numbers])
+    def _abandon(self, stream: AnswerStream) -> None:
+        self._background.add(task := self._loop.create_task(self._abort(stream.name)))
+        task.add_done_callback(self._background.discard)
 
     async def _abort(self, name: str) -> None:
         """Ask the server to end a request without a caller. The server would notice the closed stream only later."""
@@ -273,11 +142,10 @@ class SglangReplica(WorkerReplica):
         return not was_paused and self.failure is None
 
     async def _go_on(self) -> None:
-        self._is_paused, self._heard = False, time.monotonic()
-        held, waiting, self._held, self._waiting = self._held, self._waiting, [], []
+        held, self._held = self._held, []
         for chunk, stream in held:
             self._take(chunk, stream)
-        self._start(waiting)
+        await super()._go_on()
 
     async def _score_all(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         self._heard = self._heard if self._is_busy else time.monotonic()
@@ -297,17 +165,8 @@ class SglangReplica(WorkerReplica):
 
     # -- health --------------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        """Look at the server again and again, until it is lost."""
-        while self.failure is None:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self._client.look()
-            except LOST as error:
-                await self._lose(error)
-            silent = time.monotonic() - self._heard
-            if self._is_busy and not self._is_paused and silent > self._options.stall_timeout_s:
-                await self._lose(WorkerError(f"no token, and no scores of a prompt, for {silent:.0f} s"))
+    async def _look(self) -> None:
+        await self._client.look("/ready")
 
     async def _lose(self, error: Exception) -> None:
         """Give up the server. The engine decides about the requests in flight."""
@@ -324,19 +183,14 @@ class SglangReplica(WorkerReplica):
         self._fail(WorkerError(f"{name}: the SGLang server at {self._endpoint.url} is lost: {reason}"))
 
     def _fail(self, error: Exception) -> None:
-        if self.failure is None:
-            requests = self._in_flight.fail(error)
-            self._forget(list(self._tasks))
-            for scoring in self._scoring:
-                scoring.cancel()
-            self._on_failure(self, requests, error)
+        super()._fail(error)
+        for scoring in self._scoring:
+            scoring.cancel()
 
     async def _shut(self, error: Exception) -> None:
-        ending: list[asyncio.Future[Any]] = [self._watcher, *self._tasks.values(), *self._scoring, *self._background]
-        self._fail(error)
-        self._watcher.cancel()
+        ending = [*self._scoring, *self._background]
+        await super()._shut(error)
         await asyncio.gather(*ending, return_exceptions=True)
-        await self._client.session.close()
 
 
 BACKEND = InferenceBackend(

@@ -1,4 +1,4 @@
-"""SGLang's server as a process, and calls over HTTP to a server that rlite started or attached to.
+"""SGLang's server as a process, and the options of the executor.
 
 `SglangOptions` has the options of every inference executor, of the connection, and SGLang's ServerArgs. The names of
 the server arguments come from the sources of the installed package, which is not imported.
@@ -7,7 +7,6 @@ the server arguments come from the sources of the installed package, which is no
 from __future__ import annotations
 
 import contextlib
-import http.client
 import importlib.util
 import json
 import os
@@ -18,18 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from rlite.data.routing import ROUTED, RoutingTable
+from rlite.backends.serving.http import CALL_S, Endpoint
+from rlite.data.routing import ROUTED
 from rlite.errors import CallTimeout, ConfigError, WorkerError
 from rlite.runtime.replicas.replica import OptionalColumn, PassingOptions, RoutedOptions, annotated_names
 
@@ -37,78 +33,7 @@ KEEPER = Path(__file__).with_name("keeper.py")
 LOOK_S = 0.5
 """seconds between two looks at a server that starts"""
 STOP_S = 20.0
-CALL_S = 60.0
-"""default time limit of a call"""
 TAIL_BYTES = 20_000
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Address of a server."""
-
-    url: str
-    api_key: str | None
-    max_model_len: int = 0
-    """longest sequence that the server accepts, in tokens"""
-    vocab_size: int = 0
-    routing: RoutingTable | None = None
-    """form of the tables of chosen experts, if the server returns them"""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of every request."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-    def own_ip(self) -> str:
-        """Return the address at which the server reaches this node."""
-        place = urllib.parse.urlsplit(self.url)
-        with socket.create_connection((place.hostname or "", place.port or 80), timeout=CALL_S) as connection:
-            return connection.getsockname()[0]
-
-    def call(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = CALL_S) -> Any:
-        """Send a request: POST with a JSON body, or GET without a body.
-
-        Args:
-            path: path of the URL.
-            body: JSON object to post.
-            timeout: seconds.
-
-        Returns:
-            The JSON value of the response, or its text if it is not JSON.
-
-        Raises:
-            CallRefused: the server answered with an error.
-            WorkerError: the server did not answer in time, or is gone.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        headers = {**self.headers, "Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                text = response.read().decode()
-        except urllib.error.HTTPError as error:
-            raise CallRefused(self.url, path, error.code, error.read().decode(errors="replace")) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise WorkerError(f"the SGLang server at {self.url} did not answer {path}: {reason!r}") from error
-        with contextlib.suppress(ValueError):
-            return json.loads(text)
-        return text
-
-
-class CallRefused(WorkerError):
-    """The server answered a call with an error."""
-
-    def __init__(self, url: str, path: str, status: int, answer: str) -> None:
-        super().__init__(url, path, status, answer)
-        self.status, self.message = status, answer[:1000]
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            content = json.loads(answer)
-            content = content.get("error", content)
-            self.message = str(content["message"] if isinstance(content, dict) else content)
-
-    def __str__(self) -> str:
-        return f"the SGLang server at {self.args[0]} refused {self.args[1]} (HTTP {self.status}): {self.message}"
 
 
 class ServerProcess:

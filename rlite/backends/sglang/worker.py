@@ -35,8 +35,9 @@ from rlite.backends.models.conversion import Conversion
 from rlite.backends.models.expressions import Leaf
 from rlite.backends.models.replay import routing_table
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
+from rlite.backends.serving.http import CallRefused, Endpoint
 from rlite.backends.serving.staging import Staging
-from rlite.backends.sglang.server import ROUTING, CallRefused, Endpoint, ServerProcess, SglangOptions
+from rlite.backends.sglang.server import ROUTING, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext

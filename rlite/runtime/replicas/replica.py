@@ -517,6 +517,8 @@ class InferenceBackend(Backend):
     num_replicas: Callable[[Any], int | None] | None = None
     """num_replicas(options): number of replicas that the options fix, such as one for each running server; None leaves
     it to `build`"""
+    is_elsewhere: bool = False
+    """the options name servers that others start and end: one worker stands for all of them"""
     capabilities: Capabilities = Capabilities()
 
     def check_options(self, executor: str) -> None:
@@ -553,6 +555,8 @@ class InferenceBackend(Backend):
         Raises:
             ConfigError: another number is asked for than the options fix.
         """
+        if self.is_elsewhere:
+            return 1
         fixed = None if self.num_replicas is None else self.num_replicas(options)
         if asked is not None and fixed is not None and asked != fixed:
             raise ConfigError(f"data_parallel_size={asked}: the executor's options name {fixed} replicas; leave it out")

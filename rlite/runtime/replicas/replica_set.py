@@ -256,6 +256,8 @@ class ReplicaSet:
     """name of the options that fix the number of replicas; "" if none do"""
     has_to_note_truncation: bool = False
     """nobody has chosen the longest sequence, so the first truncation is worth a warning"""
+    is_elsewhere: bool = False
+    """the replicas are servers that others start and end"""
     membership: threading.RLock = field(default_factory=threading.RLock)
     """held while the replicas rest, move or receive weights, and while a replica joins or leaves"""
     left: list[ReplicaLeft] = field(default_factory=list)
@@ -266,7 +268,7 @@ class ReplicaSet:
     _autoscaler: Autoscaler | None = None
 
     def __post_init__(self) -> None:
-        is_elastic = self.session is not None and self.session.launcher.survives_deaths
+        is_elastic = self.is_elsewhere or (self.session is not None and self.session.launcher.survives_deaths)
         budget = RestartBudget(self.max_replacements if is_elastic else 0)
         self.supervisor = ReplicaSupervisor(self.name, budget, self._replace, lambda lost: self.router.add(lost))
         self.router = Router(self.name, self.policy, on_loss=self.supervisor.take_over)
@@ -395,7 +397,7 @@ class ReplicaSet:
             False if it stays lost.
         """
         if replica in self.all and self._has_others(replica) and self.supervisor.has_budget:
-            replica.workers.group.mark_lost(replica.workers.ranks, error)
+            replica.workers.mark_lost(error)
             replica.close()  # its thread moves its requests
             self.router.replica_failed(replica, [], error)  # if the thread had ended before
         return replica not in self.all
@@ -410,10 +412,11 @@ class ReplicaSet:
             The version of its weights; None if it joins at the next weight sync.
         """
         group, ranks, index = lost.workers.group, lost.workers.ranks, lost.workers.index
-        group.mark_lost(ranks, WorkerError(f"replica {index} of {self.name} is being replaced"))
+        lost.workers.mark_lost(WorkerError(f"replica {index} of {self.name} is being replaced"))
         lost.close()
         group.check()  # with the last replica, everything has ended
-        wait([group.handles[rank].death for rank in ranks], END_S)  # its memory is free then
+        if not lost.workers.is_shared:
+            wait([group.handles[rank].death for rank in ranks], END_S)  # its memory is free then
         return self._start(index)
 
     def _start(self, index: int) -> int | None:
@@ -430,7 +433,7 @@ class ReplicaSet:
                 return version
         except BaseException as error:
             why = error if isinstance(error, WorkerError) else WorkerError(f"replica {index} could not join: {error}")
-            replica.workers.group.mark_lost(replica.workers.ranks, why)
+            replica.workers.mark_lost(why)
             replica.close()
             raise
 

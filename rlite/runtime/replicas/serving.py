@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -346,7 +347,13 @@ class ServingEngine(Engine):
         self._has_cache, self._version, self._is_paused, self._is_as_loaded = True, 0, False, True
         fixed_by = "" if self._num_copies(None) is None else f"the options of the executor {self.executor_name!r}"
         has_default_length = vars(self.options).get("max_model_len") is None
-        self._replicas = self._make_replicas(self.name, self._session, fixed_by, has_default_length)
+        elsewhere = self._backend.num_replicas if self._backend.is_elsewhere else None
+        if elsewhere is not None:
+            (worker,) = self.copies
+            self.copies = [replace(worker, index=n, is_shared=True) for n in range(elsewhere(self.options) or 0)]
+        self._replicas = self._make_replicas(
+            self.name, self._session, fixed_by, has_default_length, is_elsewhere=elsewhere is not None
+        )
         self.left_replicas = self._replicas.left
         self._session.before_release(self.name, self._stop_serving)
         for copy in self.copies:
@@ -448,6 +455,8 @@ class ServingEngine(Engine):
     def _start_again(self, index: int) -> Replica:
         """Return a lost or a new replica, after starting its workers on the devices that the session has for it."""
         assert self._session is not None
+        if self._backend.is_elsewhere:
+            return self._replica(self.copies[index])
         self._session.restart(self.name, index, self._factory)
         self._choose_reporters()
         return self._replica(self._copy(index))

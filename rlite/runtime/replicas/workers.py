@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, runt
 
 from torch import Tensor
 
+from rlite.errors import WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.shards import ParameterShard
@@ -174,11 +175,19 @@ class WorkerSet(Resident):
     choice: RankChoice = EVERY_RANK
     timeout: float | None = None
     """seconds for each call; None is the session's `call_timeout`"""
+    is_shared: bool = False
+    """the model is elsewhere, and the first workers of the group stand for each copy"""
 
     @property
     def ranks(self) -> range:
         """Ranks of the workers in the group."""
-        return range(self.index * self.size, (self.index + 1) * self.size)
+        first = 0 if self.is_shared else self.index * self.size
+        return range(first, first + self.size)
+
+    def mark_lost(self, error: WorkerError) -> None:
+        """Note that the workers are lost, unless they stand for other copies too."""
+        if not self.is_shared:
+            self.group.mark_lost(self.ranks, error)
 
     def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a declared method on all workers with the same arguments.

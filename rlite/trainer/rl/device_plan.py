@@ -76,6 +76,9 @@ class DevicePlan:
         actor, trainer = options.actor, options.trainer
         rollout = self._inference_engine()
         check_engine(options.rollout, rollout.extras)
+        if not rollout.capabilities.has_weight_sync:
+            told = f"rollout.executor={rollout.executor_name}: the policy of its servers is fixed, and training needs"
+            raise ConfigError(f"{told} a policy that gets new weights; use torch, vllm or sglang")
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
         critic = reference = None
         if options.has_critic:

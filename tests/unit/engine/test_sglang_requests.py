@@ -137,7 +137,7 @@ def test_the_experts_of_all_tokens_come_with_the_last_event() -> None:
     request = request_of((8,), extras=(ROUTED,))
     assert generate_body(request, "name", 512, 100)["return_routed_experts"] is True
     assert "return_routed_experts" not in generate_body(request_of(), "name", 512, 100)
-    stream, end = TokenStream(request, [], TABLE), {"type": "length", "length": 3}
+    stream, end = TokenStream(request, [], routing=TABLE), {"type": "length", "length": 3}
     chosen = np.stack([np.random.default_rng(seed).permutation(8)[:2] for seed in range(18)]).reshape(6, 3, 2)
     first = stream.chunk(event(1, [5]), 0)
     last = stream.chunk(event(3, [6, 7], end, routed_experts=encoded(chosen)), 0)
@@ -145,7 +145,7 @@ def test_the_experts_of_all_tokens_come_with_the_last_event() -> None:
     assert [len(rows) for rows in last.extras[ROUTED]] == [5, 1]
     found = [list(row) for rows in last.extras[ROUTED] for row in rows]
     assert found == chosen[:, 1:].reshape(6, -1).tolist()
-    assert TokenStream(request_of((8,), extras=(ROUTED,)), [], TABLE).chunk(event(1, [5], end), 0).extras == {
+    assert TokenStream(request_of((8,), extras=(ROUTED,)), [], routing=TABLE).chunk(event(1, [5], end), 0).extras == {
         ROUTED: [[]]
     }
 
@@ -154,7 +154,7 @@ def test_the_experts_of_all_tokens_come_with_the_last_event() -> None:
     "table", [np.zeros((4, 3, 3)), np.zeros((2, 3, 2)), np.zeros((4, 4, 2)), np.full((4, 3, 2), 8)]
 )
 def test_a_table_of_another_model_ends_its_request_alone(table: np.ndarray) -> None:
-    stream = TokenStream(request_of((8,), extras=(ROUTED,)), [], TABLE)
+    stream = TokenStream(request_of((8,), extras=(ROUTED,)), [], routing=TABLE)
     chunk = stream.chunk(event(1, [5], {"type": "length"}, routed_experts=encoded(table)), 0)
     assert "the engine returned routed_experts" in str(chunk.error)
     assert stream.is_finished

@@ -1,0 +1,1 @@
+"""The inference executor "remote": servers that the user owns, over `/inference/v1/generate`."""

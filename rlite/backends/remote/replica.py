@@ -1,0 +1,239 @@
+"""The replica of the remote executor: requests to one server that the user owns, and their streams of tokens.
+
+A request that a busy or interrupted server does not finish is sent again, from its tokens so far. If the server does
+not answer at all, the replica is lost, and its requests continue on the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+from typing import Any
+
+from rlite.backends.remote.server import GENERATE, RemoteOptions, attach
+from rlite.backends.serving.http import ANSWER_S, LOST, CallRefused
+from rlite.backends.serving.sampler import num_left
+from rlite.backends.serving.streams import AnswerStream, StreamedReplica, version_of
+from rlite.errors import ConfigError
+from rlite.runtime.cluster.host import WorkerContext
+from rlite.runtime.parallel.shards import ParameterShard
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure, ServingWorker
+from rlite.runtime.replicas.workers import WorkerSet
+from rlite.types import GenerationHyperparameters, SequenceRequest, StopReason, TokenChunk
+
+logger = logging.getLogger(__name__)
+REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length"}
+BUSY = 429
+WRONG = (400, 404, 413, 422)
+"""statuses of a request that no server would take"""
+RETRY_S = 1.0
+"""seconds until a request is sent again"""
+MAX_ATTEMPTS = 5
+"""interruptions of a request by a server that is well"""
+
+
+def generate_body(request: SequenceRequest, model: str, name: str, max_model_len: int) -> dict[str, Any]:
+    """Return the body of /inference/v1/generate for a request that continues after its `output_ids`.
+
+    Args:
+        request: the request.
+        model: name of the model on the server.
+        name: unique id of the request.
+        max_model_len: longest sequence of the server.
+    """
+    gconfig, num_done, num_new = request.gconfig, len(request.output_ids), num_left(request, max_model_len)
+    sampling = {
+        "max_tokens": num_new,
+        "min_tokens": min(max(gconfig.min_new_tokens - num_done, 0), num_new),
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": 1.0 if gconfig.greedy else gconfig.top_p,
+        "top_k": 0 if gconfig.greedy else max(gconfig.top_k, 0),
+        "stop": list(gconfig.stop),
+        "stop_token_ids": list(gconfig.stop_token_ids),
+        "ignore_eos": gconfig.ignore_eos,
+        "seed": unmixed(request.seed),
+        "logprobs": 0,
+    }
+    ids = [*request.input_ids, *request.output_ids]
+    return {"request_id": name, "model": model, "token_ids": ids, "stream": True, "sampling_params": sampling}
+
+
+def unmixed(seed: int) -> int:
+    """Return the seed of 64 bits from which an engine of rlite makes this one: `mix(unmixed(seed), 0) == seed`."""
+    mask, z = 2**64 - 1, seed << 1 & 2**64 - 1
+    z = z ^ z >> 31 ^ z >> 62
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) & mask
+    z = z ^ z >> 27 ^ z >> 54
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) & mask
+    z = z ^ z >> 30 ^ z >> 60
+    z = (z - 0x632BE59BD9B4E019) * pow(0x9E3779B97F4A7C15, -1, 2**64) & mask
+    return z - 2**64 if z >= 2**63 else z
+
+
+class RemoteStream(AnswerStream):
+    """An answer whose events hold new tokens."""
+
+    def chunk(self, line: str | bytes, version: int) -> TokenChunk:
+        """Return the new tokens of one event.
+
+        Args:
+            line: JSON text of the event.
+            version: policy version for a server that does not know its version.
+
+        Raises:
+            CallRefused: the event is an error.
+            OSError: the server ended the request without a reason of its own.
+        """
+        event, number = json.loads(line), self.request.request_id
+        if (error := event.get("error")) is not None:
+            code = error.get("code") if isinstance(error, dict) else None
+            raise CallRefused("the server", GENERATE, code if isinstance(code, int) else 500, json.dumps(event))
+        if not event["choices"]:
+            return TokenChunk(request_id=number, version=version)
+        (choice,) = event["choices"]
+        reason, ids = choice.get("finish_reason"), list(choice.get("token_ids") or ())
+        if reason is not None and reason not in REASONS:
+            raise OSError(f"the server ended a request with {reason!r}")
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs = [float(entry["logprob"]) for _, entry in zip(ids, content, strict=True)]
+        if not all(map(math.isfinite, logprobs)):
+            return self.refusal("the model computes NaN or infinity for this request", is_nonfinite=True)
+        self.is_finished = reason is not None
+        spans = choice.get("weight_versions") or ()
+        self.spans = [(version_of(span["version"], version), span["end"]) for span in spans]
+        return TokenChunk(
+            request_id=number,
+            token_ids=ids,
+            logprobs=logprobs,
+            sampling_logprobs=list(logprobs),
+            version=version,
+            finish_reason=None if reason is None else REASONS[reason],
+        )
+
+
+class RemoteWorker(ServingWorker):
+    """A worker without a model, in the place of the servers.
+
+    Args:
+        context: place of this worker.
+        path: folder of the checkpoint.
+        options: options of the executor.
+        executor_size: number of workers in a replica.
+    """
+
+    def __init__(self, context: WorkerContext, path: str, options: RemoteOptions, executor_size: int) -> None:
+        self._path = path
+
+    def checkpoint(self) -> str:
+        """Return the folder of the checkpoint with which servers are compared."""
+        return self._path
+
+    def load_weights(self, path: str | None) -> None:
+        """Refuse: the weights are the servers'.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("load: the executor 'remote' cannot change the weights of its servers; load them there")
+
+    def parameter_shards(self) -> dict[str, ParameterShard]:
+        """Return nothing."""
+        return {}
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return zeros."""
+        return {"weights": 0, "kv_cache": 0}
+
+
+class RemoteReplica(StreamedReplica):
+    """Sends requests to one server.
+
+    Args:
+        workers: the worker in the server's place; its index is that of the address.
+        options: options of the executor.
+        on_failure: called with the requests in flight when the server is lost.
+
+    Raises:
+        ConfigError: the server does not answer, or serves another model.
+    """
+
+    def __init__(self, workers: WorkerSet, options: RemoteOptions, on_failure: OnFailure) -> None:
+        self._served = attach(options.urls[workers.index], options, workers.ask(RemoteWorker.checkpoint))
+        self._is_exact, self._places = options.logprobs == "exact", asyncio.Semaphore(options.max_num_seqs)
+        super().__init__(workers, self._served.endpoint, options.stall_timeout_s, on_failure)
+
+    def _stream_of(self, request: InFlightRequest) -> RemoteStream:
+        return RemoteStream(request.remaining_request(), request.versions)
+
+    async def _ask(self, stream: AnswerStream) -> None:
+        if self._is_exact and (told := self._inexact(stream.request.gconfig)):
+            return self._deliver(stream.refusal(told), stream)
+        body = generate_body(stream.request, self._served.model, stream.name, self._endpoint.max_model_len)
+        async with self._places, self._client.post(GENERATE, body) as response:
+            await self._receive(response.content, stream)
+            with contextlib.suppress(*LOST):  # its end, so that the connection serves the next request
+                async with asyncio.timeout(ANSWER_S):
+                    await response.content.read()
+
+    def _inexact(self, gconfig: GenerationHyperparameters) -> str:
+        """Return why the server's log-probabilities are those of another distribution; "" if they are not."""
+        if gconfig.is_truncating:
+            asked, why = f"top_p={gconfig.top_p:g} top_k={gconfig.top_k}", "does not tell what truncation left"
+        elif not gconfig.greedy and gconfig.temperature != 1 and not self._served.is_scaled:
+            asked, why = f"temperature={gconfig.temperature:g}", "returns log-probabilities at temperature 1"
+        else:
+            return ""
+        remedy = "vLLM has --logprobs-mode processed_logprobs; logprobs=as_served is for what is not trained on"
+        return f"{asked}: the server at {self._endpoint.url} {why}; {remedy}"
+
+    async def _interrupted(
+        self, request: InFlightRequest, stream: AnswerStream, attempt: int, error: Exception
+    ) -> None:
+        """Refuse what no server would take; send the request again, unless the server is lost."""
+        status = error.status if isinstance(error, CallRefused) else 0
+        if status in WRONG:
+            return await super()._interrupted(request, stream, attempt, error)
+        try:
+            await self._look()
+        except LOST as gone:
+            return await self._lose(gone)
+        if attempt < MAX_ATTEMPTS:
+            await asyncio.sleep(RETRY_S)
+            self._start([request], attempt + (status != BUSY))
+        elif status >= 500:  # the other requests are served
+            await super()._interrupted(request, stream, attempt, error)
+        else:
+            await self._lose(error)
+
+    async def _look(self) -> None:
+        if (status := await self._client.look("/health")) >= 500:
+            raise OSError(f"its health check answers {status}")
+
+
+def check(path: str, num_workers: int) -> None:
+    """Say that the policy is fixed, and refuse shares of a model.
+
+    Args:
+        path: folder of the checkpoint.
+        num_workers: workers of a replica.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    if num_workers > 1:
+        raise ConfigError(f"tensor_parallel_size={num_workers}: with executor 'remote' a replica is a running server")
+    logger.warning("executor 'remote': the policy is that of the servers, and fixed: no new weights reach them")
+
+
+BACKEND = InferenceBackend(
+    options=RemoteOptions,
+    worker=RemoteWorker,
+    replica=RemoteReplica,
+    check=check,
+    num_replicas=lambda options: len(options.addresses),
+    is_elsewhere=True,
+    capabilities=Capabilities(has_residency=False, has_weight_sync=False),
+)
