@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Protocol
 
 from rlite import files
 from rlite.errors import ConfigError, writing
+
+
+def read_private(file: Path, most: int, what: str) -> str:
+    """Return the text of a file that its owner alone may read, without white space around it.
+
+    Args:
+        file: the file, which is no link.
+        most: characters that are read.
+        what: name of its option, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or others can read it.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, encoding="utf-8") as opened:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                remedy = f"expected a file of yours that nobody else can read: chmod 600 {file}"
+                raise ConfigError(f"{what}={file}: {stat.filemode(found.st_mode)}, of user {found.st_uid}; {remedy}")
+            return opened.read(most).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what}={file}: {error}") from error
 
 
 class StateStore(Protocol):

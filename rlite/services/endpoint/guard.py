@@ -13,12 +13,12 @@ import ipaddress
 import os
 import secrets
 import socket
-import stat
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlite.errors import ConfigError
+from rlite.runtime.storage.texts import read_private
 from rlite.services.endpoint.requests import ApiError
 
 TOKEN_VARIABLE = "RLITE_SERVE_TOKEN"
@@ -138,18 +138,7 @@ def find_token(file: Path, environment: Mapping[str, str]) -> str:
         return _checked(token.strip(), TOKEN_VARIABLE)
     with contextlib.suppress(FileExistsError):
         _make_token(file)
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, encoding="utf-8") as opened:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                remedy = f"expected a file of yours that nobody else can read: chmod 600 {file}"
-                raise ConfigError(
-                    f"token_file={file}: {stat.filemode(found.st_mode)}, of user {found.st_uid}; {remedy}"
-                )
-            return _checked(opened.read(MAX_TOKEN).strip(), f"token_file={file}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token_file={file}: {error}") from error
+    return _checked(read_private(file, MAX_TOKEN, "token_file"), f"token_file={file}")
 
 
 def _make_token(file: Path) -> None:
