@@ -76,7 +76,7 @@ def command(folder: Path, steps: int, *options: str) -> list[str]:
     model, judge = folder / "model", folder / "rm"
     if not model.exists():
         build_model_dir(model, hidden=64, max_position_embeddings=64)
-        scorer(judge, hidden_size=64, intermediate_size=128)
+        scorer(judge, hidden_size=64, intermediate_size=128, initializer_range=0.3)
         data = [{"prompt": f"{n}: "} for n in range(8)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     return [
@@ -92,7 +92,7 @@ def logged(folder: Path) -> list[dict[str, float]]:
 
 
 def test_ppo_raises_the_score_of_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ppo.main(command(tmp_path, 12))
+    ppo.main(command(tmp_path, 12, "adv.norm_var=true"))
     found = [step["reward"] for step in logged(tmp_path / "run")]
     assert sum(found[-3:]) / 3 > sum(found[:3]) / 3 + 0.1
     told = capsys.readouterr()
