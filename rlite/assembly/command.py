@@ -46,7 +46,11 @@ def check_named_files(options: Options) -> None:
         *groups, name = key.split(".")
         if not isinstance(value, str) or "env_config" in groups:
             continue
-        if name in OF_MODELS and (name == "model_name" or not Path(value).expanduser().is_dir()):
+        if (
+            name in OF_MODELS
+            and "judge" not in groups
+            and (name == "model_name" or not Path(value).expanduser().is_dir())
+        ):
             model_folder(value)  # the other keys may name the folder of a run
         elif name == "env_path":
             if contract_of(value)[0] in ("", "trl"):

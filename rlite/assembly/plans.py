@@ -92,7 +92,7 @@ class BatchPlan:
             plan["hidden columns"] = f"{names}: reward functions receive values of the rollout by these names"
         if unread := options.without_effect():
             plan["without effect"] = unread
-        if not all(one.in_process for one in options.reward.values()):
+        if not all(one.in_process or one.path is None for one in options.reward.values()):
             plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
         if not (sampling.stop or sampling.stop_token_ids or end_ids(actor.model_name)):
             plan["no end"] = (
@@ -142,7 +142,7 @@ def reward_plan(reward: Rewards, rollout: EnvironmentOptions, workflow: RolloutW
         workflow: makes the rollouts to train on.
     """
     if reward:
-        parts = ", ".join(f"{name} x {one.weight:g} ({one.path})" for name, one in reward.items())
+        parts = ", ".join(f"{name} x {one.weight:g} ({one.source})" for name, one in reward.items())
         is_of_groups = isinstance(workflow, SingleTurnWorkflow) and compares_groups(workflow.reward_fn)
         return f"{parts}; {OF_GROUPS}" if is_of_groups else parts
     sources = {"environment": rollout.env_path, "workflow": rollout.workflow}

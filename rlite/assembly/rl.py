@@ -42,6 +42,7 @@ from rlite.trainer.rl.engines import Engines, LogprobPasses
 from rlite.trainer.rl.objective import PolicyLoss, compute_advantages
 from rlite.trainer.rl.options import EPISODE, PpoConfig, PromptOptions
 from rlite.trainer.rl.recovery import TrainRecovery
+from rlite.trainer.rl.reward_engines import RewardEngines
 from rlite.trainer.rl.rollouts import Rollouts
 from rlite.trainer.rl.rollouts_ahead import RolloutsAhead
 from rlite.trainer.rl.routing import NO_REPLAY, RoutingReplay
@@ -94,7 +95,8 @@ class Parts:
         self.reported = reported_metrics(sets, evaluated, SHOWN)
         check_evaluated(trainer, self.reported.evaluated)
         tests = [(each.workflow, each.rows, key_of(name)) for name, each in sets.items()]
-        self.context = RunWorkflows(options).check_lengths([(workflow, train_rows, "train_data"), *tests])
+        asked = [(workflow, train_rows, "train_data"), *tests]
+        self.context = RunWorkflows(options).check_lengths(asked)
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
         num_prompts = options.train_data.prompts_per_rollout
         sampler = options.train_data.sampler.make()
@@ -103,7 +105,8 @@ class Parts:
         watching = [*self.run.callbacks.by_name.values()]
         self.prompts = sampled(watching, self.data, uniform, num_prompts, trainer.seed)
         self.loss = maker.policy_loss()
-        self.device_plan = DevicePlan(options, self.context.length)
+        self.rewards = RewardEngines.of(asked, self.context.length, options.rollout.deterministic)
+        self.device_plan = DevicePlan(options, self.context.length, self.rewards)
         self.engines = engines = self.device_plan.engines
         self.rollouts = maker.rollouts(engines, workflow, self.prompts, self.device_plan.routing)
         self.logprobs = maker.logprobs(engines, self.device_plan.routing)
@@ -240,7 +243,7 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
     """Return how a step's work is divided, as text by topic."""
     plan = BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets)
-    return plan.topics() | parts.device_plan.routing.topic()
+    return plan.topics() | parts.device_plan.routing.topic() | parts.rewards.topic()
 
 
 def read_prompts(

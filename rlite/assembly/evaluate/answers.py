@@ -49,12 +49,15 @@ from rlite.rollout.registry import WORKFLOWS, find_reward
 from rlite.rollout.rewards.adapters import TrlReward
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.rewards.function import RewardFunction
+from rlite.rollout.rewards.models import reward_models
+from rlite.rollout.rewards.options import RewardOptions
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.environments.contracts import contract_workflow
 from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of
 from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.options import SamplingOptions, TableOptions
+from rlite.trainer.rl.reward_engines import RewardEngines
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.types import GenerationHyperparameters
 from rlite.wording import counted
@@ -102,6 +105,9 @@ class EvaluationRequest:
         options, functions = self.options, self.given.functions()
         found: dict[str, str] = {}
         for name, own in options.reward.items():
+            if own.path is None:
+                found[own.source] = digest([json.dumps(scored_by(own), sort_keys=True)])
+                continue
             file = Path(own.path.rpartition(":")[0])
             if name in functions or not file.is_file():
                 found[own.path] = digest_of(functions.get(name) or find_reward(own.path, f"reward.{name}.path"))
@@ -124,14 +130,14 @@ class EvaluationRequest:
         if options.stop_token_ids:  # absent from settings of older versions
             sampling["stop_token_ids"] = options.stop_token_ids
         rewards = {name: {key: own[key] for key in _REWARD} for name, own in plain["reward"].items()}
-        scored_by = {name: plain[name] for name in _SCORED_BY}
+        sources = {name: plain[name] for name in _SCORED_BY}
         if options.env_config:  # absent from settings of older versions
-            scored_by["env_config"] = plain["env_config"]
+            sources["env_config"] = plain["env_config"]
         content = (json.dumps(row, sort_keys=True, default=str) for row in rows)
         return {
             "questions": {"number": len(rows), "content": digest(content)} if rows else {},
             "chat_template_options": plain["data"]["chat_template_options"],
-            "scores": {"reward": rewards, **scored_by, "code": self.code()},
+            "scores": {"reward": rewards, **sources, "code": self.code()},
             "tasks": self._tasks(plain) if options.tasks else {},
             "sampling": {**sampling, "stop": plain["stop"], **{name: plain[name] for name in _SAMPLED_BY}},
         }
@@ -280,6 +286,14 @@ class EvaluationRequest:
         return manager
 
 
+def scored_by(own: RewardOptions) -> dict[str, Any]:
+    """Return what decides the scores of a reward model or a judge: the files of the model, or request and rubric."""
+    if own.model is not None:
+        return model_settings(own.model)
+    assert own.judge is not None
+    return {**own.judge.model_dump(exclude={"key_env", "key_file"}), "rubric": own.judge.rubric_text("judge")}
+
+
 def _unknown(manager: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if not manager.match_tasks([name])]
 
@@ -402,6 +416,8 @@ def read_generated(
             rewards = own_rewards(own, key, given)
             rewards.check_columns(rows, key)
             workflow = SingleTurnWorkflow(rewards.make(), sampling, tokenizer, data.chat_template_options)
+            if models := reward_models(workflow.reward_fn):
+                raise ConfigError(f"{models[0].what}: sft puts no reward model on devices; use `rlite eval` afterwards")
         if workflow.needs_prompt:
             check_prompts(rows, key)
             longest_prompt(rows, workflow, sys.maxsize, key, limits="", vocab_size=vocab_size_of(model_name))
@@ -444,6 +460,8 @@ class PromptAnswers:
             workflow = make_workflow(options.sampling, tokenizer, if_unknown)
             self._set = EvaluationSet(candidate.name, items, workflow, options.samples)
             self._context = request.known_context(self._set, model, limit) or if_unknown()
+            asked = [(workflow, items, request.where)]
+            self._rewards = RewardEngines.of(asked, self._context, options.deterministic)
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.
@@ -454,6 +472,7 @@ class PromptAnswers:
         options, name = self._options, self.candidate.name
         continuing(name, self._num_expected - len(self.missing), self._num_expected, "samples")
         engine = serving_engine(self.candidate.model, options, self._context, options.seed)
+        self._rewards.build_beside(engine, len(engine.group), options.seed)
         limits = CollectorOptions(
             request_timeout=options.timeout,
             request_retries=options.retries,
@@ -468,6 +487,7 @@ class PromptAnswers:
             if self._held:
                 raise self._nothing_but_failures()
         finally:
+            self._rewards.release()
             engine.release()
 
     def _keep(self, ended: Ended) -> None:

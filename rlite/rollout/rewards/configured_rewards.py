@@ -13,6 +13,7 @@ from rlite.rollout.registry import find_reward
 from rlite.rollout.rewards.adapters import TrlReward, call_selectively, from_trl, from_verl, signature_of, takes_all
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.groups import GroupReward
+from rlite.rollout.rewards.models import BATCH, RewardModel
 from rlite.rollout.rewards.options import RewardOptions
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
 
@@ -29,6 +30,8 @@ _GIVEN = {
 """arguments that do not come from a column of their name, or that need no such column"""
 _UNHASHABLE = {"prompt_ids", "completion_ids", "extra_info"}
 """arguments of one completion that are lists or dicts"""
+SOURCES = ("path", "model", "num_devices", "judge")
+"""options that say what scores"""
 Kind = Literal["rlite", "TRL", "verl"]
 Row = Mapping[str, Any]
 
@@ -151,7 +154,7 @@ class ChosenReward(NamedTuple):
         fn, options = self.adapted.fn, self.options
         if is_part and isinstance(fn, TrlReward):
             fn = dataclasses.replace(fn, is_part=True)
-        own = {name: value for name, value in options if name not in ("path", "weight", "options", "processes")}
+        own = {name: value for name, value in options if name not in (*SOURCES, "weight", "options", "processes")}
         kind = GroupReward if isinstance(fn, TrlReward) else RewardFunction
         return kind(fn, num_processes=options.processes, what=f"reward {self.name}", **own)
 
@@ -215,8 +218,10 @@ def _with_options(fn: Callable[..., Any], options: Mapping[str, Any], key: str) 
 
 
 def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None, key: str) -> ChosenReward:
+    if given is None and options.path is None:
+        return _served(name, options, key)
     what = f"{key}.path={options.path}"
-    found = find_reward(options.path, what) if given is None else given
+    found = find_reward(str(options.path), what) if given is None else given
     if options.options and not isinstance(found, RewardFunction):
         found = _with_options(found, options.options, key)
     if not isinstance(found, RewardFunction):
@@ -225,3 +230,18 @@ def _choose(name: str, options: RewardOptions, given: Callable[..., Any] | None,
         own = ", ".join(options.changed)
         raise ConfigError(f"{what} is a RewardFunction, which has its own {own}; leave those out")
     return ChosenReward(name, what, options, found, Adapted(found.fn, "rlite", ()))
+
+
+def _served(name: str, options: RewardOptions, key: str) -> ChosenReward:
+    """Return the reward of a model or a judge, whose calls wait in this process."""
+    limits: dict[str, Any] = {"timeout": options.timeout, "max_concurrent": options.max_concurrent, "in_process": True}
+    if options.judge is None:
+        what = f"{key}.model={options.model}"
+        fn: Any = RewardModel(str(options.model), what, options.num_devices)
+        function = RewardFunction(fn, batch_size=BATCH, what=f"reward {name}", **limits)
+        return ChosenReward(name, what, options, function, Adapted(fn, "rlite", ()))
+    from rlite.rollout.rewards.llm_judge import LlmJudge  # aiohttp is optional
+
+    fn = LlmJudge(options.judge, f"{key}.judge")
+    function = RewardFunction(fn, what=f"reward {name}", **limits)
+    return ChosenReward(name, f"{key}.judge", options, function, Adapted(fn, "rlite", fn.columns))

@@ -1,27 +1,94 @@
-"""Options of rewards: `reward.path=file.py:function` for one, `reward.NAME.path=...` for several. No torch here."""
+"""Options of rewards: `reward.path=file.py:function` for one, `reward.NAME.path=...` for several. No torch here.
+
+A reward is a function (`path`), a trained reward model (`model`) or an LLM judge (`judge`).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rlite.config import Count, Finite, Options, Positive, Seconds
+from rlite.errors import ConfigError
 from rlite.help import single_or_named
+
+PATIENCE = 120.0
+"""seconds of a call of a model or a judge, which waits for others"""
+
+
+class JudgeOptions(Options):
+    """An LLM that scores answers by a rubric, on a server with OpenAI's chat API."""
+
+    url: str
+    """address of the server without /chat/completions, such as http://127.0.0.1:8000/v1 of `rlite serve`"""
+    model: str
+    """name of the model on the server"""
+    rubric: str
+    """what the judge looks at, in words, or a file that ends in .md or .txt; {NAME} is the row's column of this name"""
+    lowest: Finite = 0.0
+    """lowest score"""
+    highest: Finite = 10.0
+    """highest score"""
+    max_new_tokens: Count = 1024
+    """longest reply of the judge"""
+    key_env: str | None = None
+    """name of the environment variable that holds the server's key"""
+    key_file: str | None = None
+    """file that holds the server's key, which nobody else can read (mode 0600)"""
+    options: dict[str, Any] = {}
+    """further fields of the request, such as {reasoning_effort: low}"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for an address that is none or holds a secret, for two keys, and for an empty range."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield f"url={self.url}: expected http://HOST:PORT/v1 or https://HOST/v1"
+        if parts.username or parts.password or parts.query:
+            yield "url: it holds a secret, which configs would keep; give key_env=NAME or key_file=FILE"
+        if self.key_env is not None and self.key_file is not None:
+            yield "key_env, key_file: two sources of one key; leave one out"
+        if self.lowest >= self.highest:
+            yield f"lowest={self.lowest:g}: expected less than highest={self.highest:g}"
+
+    def rubric_text(self, key: str) -> str:
+        """Return the rubric, from its file if it has one.
+
+        Args:
+            key: key of these options, for error messages.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        if not self.rubric.endswith((".md", ".txt")):
+            return self.rubric
+        try:
+            return Path(self.rubric).expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{key}.rubric={self.rubric}: {error}") from error
 
 
 class RewardOptions(Options):
     """A reward of single-turn answers, which runs in processes that can be killed."""
 
-    path: str
+    path: str | None = None
     """file.py:function, package.module:function, or the name of a reward that `--import` registers"""
+    model: str | None = None
+    """in place of path: folder or hub name of a reward model, such as `rlite rm` trains"""
+    num_devices: Count | None = None
+    """of a model: devices that only score; null: it shares those of the rollouts"""
+    judge: JudgeOptions | None = None
+    """in place of path: an LLM that scores answers by a rubric"""
     weight: Finite = 1.0
     """factor of this reward in the sum of all"""
     options: dict[str, Any] = {}
     """further keyword arguments of the function, the same for every answer"""
     timeout: Seconds = 15.0
-    """seconds for one call"""
+    """seconds for one call; 120 by default for a model or a judge"""
     processes: Count | None = None
     """calls that run at the same time; default: the cores, at most 8"""
     memory_limit_gib: Positive | None = None
@@ -33,6 +100,34 @@ class RewardOptions(Options):
     env_vars: list[str] = []
     """names of environment variables that the processes get as well, such as the key of an API: they see none of the
     run's secrets"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _patient(cls, given: Any) -> Any:
+        is_served = isinstance(given, dict) and given.get("path") is None
+        return {"timeout": PATIENCE, **given} if is_served else given
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message unless there is one source of scores, and for options that the source does not read."""
+        given = [key for key in ("path", "model", "judge") if getattr(self, key) is not None]
+        if len(given) != 1:
+            yield f"path: expected one of path, model and judge, found {' and '.join(given) or 'none'}"
+        elif self.path is None:
+            read = {"weight", "timeout", "max_concurrent", *given, *(["num_devices"] if self.model else [])}
+            for key in set(self.changed) - read:
+                yield f"{key} is an option of functions or of another source than {given[0]}; leave it out"
+        elif self.num_devices is not None:
+            yield "num_devices is an option of reward.NAME.model; a function has processes"
+
+    @property
+    def source(self) -> str:
+        """The function, the model, or the judge with its server."""
+        return self.path or self.model or (f"judge {self.judge.model} at {self.judge.url}" if self.judge else "")
+
+    @property
+    def default_name(self) -> str:
+        """Name of a reward that its user did not name: the function's, model or judge."""
+        return name_of(self.path) if self.path else "judge" if self.judge else "model"
 
     @property
     def changed(self) -> list[str]:
@@ -46,7 +141,7 @@ def name_of(path: str) -> str:
 
 
 def _named_by_function(rewards: dict[str, RewardOptions]) -> dict[str, RewardOptions]:
-    return {name or name_of(options.path): options for name, options in rewards.items()}
+    return {name or own.default_name: own for name, own in rewards.items()}
 
 
 Rewards = Annotated[

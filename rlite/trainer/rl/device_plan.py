@@ -11,6 +11,7 @@ from rlite.trainer.model.options import ModelOptions, frozen_build_options
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig, RolloutOptions
+from rlite.trainer.rl.reward_engines import RewardEngines
 from rlite.trainer.rl.routing import RoutingReplay
 from rlite.trainer.rl.truncation import check_engine
 
@@ -65,14 +66,17 @@ class DevicePlan:
     Args:
         options: the run's config.
         max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
+        rewards: reward models; None if there are none.
 
     Raises:
         ConfigError: The rollouts truncate, and the rollout engine does not return the kept ids; or chosen experts are
             to be replayed, and cannot be.
     """
 
-    def __init__(self, options: PpoConfig, max_model_len: int | None = None) -> None:
-        self._options, self._max_model_len = options, max_model_len
+    def __init__(
+        self, options: PpoConfig, max_model_len: int | None = None, rewards: RewardEngines | None = None
+    ) -> None:
+        self._options, self._max_model_len, self._rewards = options, max_model_len, rewards
         actor, trainer = options.actor, options.trainer
         rollout = self._inference_engine()
         check_engine(options.rollout, rollout.extras)
@@ -96,7 +100,10 @@ class DevicePlan:
         """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
         session, options, engines = rlite.current_session(), self._options, self.engines
         rollout, actor = options.rollout, options.actor
-        num_shared, num_evaluating = without_evaluation(len(session.devices), options.trainer, rollout.tp_size)
+        world = len(session.devices)
+        if self._rewards is not None:
+            world = self._rewards.build_apart(world, options.trainer.seed)
+        num_shared, num_evaluating = without_evaluation(world, options.trainer, rollout.tp_size)
         num_training, num_generating = divide_devices(num_shared, rollout)
         models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(engines.actor, actor, actor.offload_model)]
         for engine, others in ((engines.critic, options.critic), (engines.reference, options.ref_actor)):
@@ -122,6 +129,8 @@ class DevicePlan:
             engines.takes_turns[engine] = default if offload is None else offload
         if engines.evaluation is not None and num_evaluating:
             self._build_inference(engines.evaluation, num_evaluating)
+        if self._rewards is not None:
+            self._rewards.build_beside(engines.rollout, num_generating, options.trainer.seed)
 
     def _inference_engine(self) -> RliteInferenceEngine:
         rollout, name = self._options.rollout, self._options.actor.model_name
