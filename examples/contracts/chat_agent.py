@@ -1,6 +1,5 @@
 """GRPO on an agent that speaks OpenAI's chats, with two sub-agents side by side. Every branch is trained on.
 
-rlite grpo --import examples/contracts/chat_agent.py rollout.workflow=chat_agent actor.model_name=MODEL train_data.path=...
 python examples/contracts/chat_agent.py
 """
 

@@ -1,6 +1,5 @@
 """GRPO in an environment with Gymnasium's methods, whose observations and actions are texts.
 
-rlite grpo actor.model_name=MODEL rollout.env_path=examples/contracts/gym_like.py rollout.max_turns=6 train_data.path=...
 python examples/contracts/gym_like.py
 """
 

@@ -16,9 +16,9 @@ def tokens_agent(gconfig, tokenizer):
     async def agent(access, row):
         body = {"token_ids": tokenizer(row["question"])["input_ids"], "sampling_params": {"max_tokens": 64}}
         headers = {"Authorization": f"Bearer {access.api_key}"}
-        async with aiohttp.ClientSession(access.root, headers=headers) as http:
-            async with http.post("/inference/v1/generate", json=body, raise_for_status=True) as response:
-                (choice,) = (await response.json())["choices"]
+        url = f"{access.root}/inference/v1/generate"
+        async with aiohttp.request("POST", url, json=body, headers=headers, raise_for_status=True) as response:
+            (choice,) = (await response.json())["choices"]
         return float(row["answer"] in tokenizer.decode(choice["token_ids"]))
 
     return AgentWorkflow(agent, gconfig, tokenizer, interface="http")
