@@ -1,7 +1,6 @@
 """GRPO on a server of the Open Reward Standard. The server runs in an environment with the package openreward.
 
-python examples/contracts/ors_quiz.py serve &
-python examples/contracts/ors_quiz.py http://localhost:8080
+python examples/contracts/ors_quiz.py serve & python examples/contracts/ors_quiz.py http://localhost:8080
 """
 
 import sys
@@ -9,8 +8,8 @@ import sys
 if sys.argv[1] != "serve":
     import rlite
 
-    rollout = {"env_path": f"ors:{sys.argv[1]}", "env_config": {"split": "train"}, "max_turns": 4}
-    rlite.train("grpo", model="Qwen/Qwen3-0.6B", data=[{"task": place} for place in range(100)], rollout=rollout)
+    rows, rollout = [{"task": place} for place in range(100)], {"env_path": f"ors:{sys.argv[1]}", "max_turns": 4}
+    rlite.train("grpo", model="Qwen/Qwen3-0.6B", data=rows, rollout=rollout)
 else:
     from openreward.environments import Environment, Server, TextBlock, ToolOutput, tool
     from pydantic import create_model
@@ -25,7 +24,7 @@ else:
         @tool
         def answer(self, params: create_model("Sum", sum=(int, ...))) -> ToolOutput:
             """Answer with the sum."""
-            reward = float(params.sum == self.task_spec["a"] + self.task_spec["b"])
-            return ToolOutput(blocks=[TextBlock(text="thank you")], reward=reward, finished=True)
+            is_right = params.sum == self.task_spec["a"] + self.task_spec["b"]
+            return ToolOutput(blocks=[TextBlock(text="thanks")], reward=float(is_right), finished=True)
 
     Server([Quiz]).run(port=8080)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from rlite.rollout import EnvironmentRaised, GymWorkflow, ScriptedEngine
 from rlite.rollout.contracts import OpenEnv, OpenEnvTools, ToolEnvironmentWorkflow, from_openenv
 from tests.doors.learning import check_learning
+from tests.doors.programs import FOLDER, make_model, train
 from tests.unit.rollout.contracts.tool_template import TOKENIZER, called, said, text_of
 
 core = pytest.importorskip("openenv.core", reason="make test-doors installs it")
@@ -123,6 +125,12 @@ def test_a_training_trace_becomes_rows() -> None:
     rows = from_openenv(trace, reward=1.0, version=2)
     assert rows["input_ids"].tolist() == [[1, 2, 3, 4]]
     assert rows["logprobs"].tolist() == [[0.0, 0.0, -0.5, -0.25]]
+
+
+def test_the_example_trains_on_its_server(tmp_path: Path) -> None:
+    app = runpy.run_path(str(FOLDER / "openenv_echo.py"))["app"]
+    for url in serve(app):
+        train("openenv_echo", make_model(tmp_path / "model"), tmp_path, url)
 
 
 @pytest.mark.timeout(900)

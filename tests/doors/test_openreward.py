@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +19,7 @@ import pytest
 from rlite.rollout import CollectorOptions, RolloutCollector, ScriptedEngine
 from rlite.rollout.contracts import OrsEnvironment, ToolEnvironmentWorkflow
 from tests.doors.learning import check_learning
+from tests.doors.programs import FOLDER, make_model, train
 from tests.unit.rollout.contracts.tool_template import TEMPLATE, TOKENIZER, called, said, text_of
 
 environments = pytest.importorskip("openreward.environments", reason="make test-doors installs it")
@@ -67,6 +72,27 @@ def test_the_scores_of_a_group_are_added(server: str) -> None:
     with closing(RolloutCollector(ScriptedEngine([called("answer", text="e")]), CollectorOptions())) as collector:
         batch = collector.rollout_batch([{"task": 0}], workflow, group_size=3)
     assert batch["rewards"].tolist() == [1.0, 11.0, 21.0]
+
+
+def test_the_example_trains_on_its_server(tmp_path: Path) -> None:
+    server = subprocess.Popen([sys.executable, str(FOLDER / "ors_quiz.py"), "serve"])
+    try:
+        wait_for("http://localhost:8080/health", server)
+        train("ors_quiz", make_model(tmp_path / "model"), tmp_path, "http://localhost:8080")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Return when a server answers."""
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except urllib.error.URLError:
+            time.sleep(0.1)
+    pytest.fail("the server has ended")
 
 
 @pytest.mark.timeout(900)

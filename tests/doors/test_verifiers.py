@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from rlite.rollout import EnvironmentRaised, EnvironmentTimeout, LLMRequest, Scr
 from rlite.rollout.contracts import VerifiersEnvironment, VerifiersWorkflow, contract_workflow
 from rlite.runtime.sandbox.pool import close_shared_pool
 from tests.doors.learning import check_learning
+from tests.doors.programs import make_model, train
 
 pytest.importorskip("verifiers.v1", reason="make test-doors installs it")
 TASKSET = str(Path(__file__).with_name("words_taskset.py"))
@@ -79,6 +81,11 @@ def test_the_command_line_names_a_taskset(tokenizer: Any) -> None:
     workflow = contract_workflow(f"verifiers:{TASKSET}", timeout=300.0)({"max_new_tokens": 24}, tokenizer)
     rows = asyncio.run(workflow.arun_episode(ScriptedEngine([said(tokenizer, "ee")]), {"seed": 5}))
     assert rows["rewards"].tolist() == [0.25]
+
+
+@pytest.mark.skipif(shutil.which("uv") is None, reason="the harness `null` needs uv, and uv a package index")
+def test_the_example_trains(tmp_path: Path) -> None:
+    train("verifiers_words", make_model(tmp_path / "model"), tmp_path)
 
 
 @pytest.mark.timeout(900)
