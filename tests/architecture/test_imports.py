@@ -27,6 +27,7 @@ HOMES = {
         "rlite/services/endpoint/connections.py",
         "rlite/services/environments/openenv.py",
         "rlite/services/environments/ors.py",
+        "rlite/rollout/rewards/llm_judge.py",
         "rlite/backends/sglang/client.py",
         "rlite/viewer/server.py",
     ),
