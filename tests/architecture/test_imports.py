@@ -28,6 +28,8 @@ HOMES = {
         "rlite/services/environments/openenv.py",
         "rlite/services/environments/ors.py",
         "rlite/backends/serving/http.py",
+        "rlite/backends/sglang/client.py",
+        "rlite/rollout/rewards/llm_judge.py",
         "rlite/viewer/server.py",
     ),
     "verifiers": "rlite/services/environments/verifiers_calls.py",

@@ -329,6 +329,12 @@ def with_template(tokenizer: Any, path: str | None, key: str) -> Any:
     return tokenizer
 
 
+def reads_alike(one: Any, other: Any) -> bool:
+    """Return whether two tokenizers make the same tokens of texts and messages: vocabulary, template, added tokens."""
+    first, second = ((each.get_vocab(), each.chat_template, each("a").input_ids) for each in (one, other))
+    return first == second
+
+
 def check_template_limits(tokenizer: Any) -> None:
     """Refuse a tokenizer whose chat templates compute with large numbers; see `rlite.data.chat.forms`."""
     given = tokenizer.chat_template or {}

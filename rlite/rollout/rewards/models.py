@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlite.data.chat.answers import prompted_answer_encoder
+from rlite.data.chat.template import reads_alike
 from rlite.data.prompts import special_ids
 from rlite.errors import ConfigError, DataError
 from rlite.nn.pretrained import load_config, load_tokenizer
@@ -82,8 +83,7 @@ class RewardModel:
             ConfigError: the model has no chat template for messages, or its context is shorter than the run's.
             DataError: the model's chat template refuses a prompt.
         """
-        own, policy = ((one.get_vocab(), one.chat_template, one("a").input_ids) for one in (self.tokenizer, tokenizer))
-        self.reads_tokens = own == policy
+        self.reads_tokens = reads_alike(self.tokenizer, tokenizer)
         if self.max_length is not None and length > self.max_length:
             remedy = "lower rollout.max_model_len or rollout.train_sampling_params.max_new_tokens"
             raise ConfigError(

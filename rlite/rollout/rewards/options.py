@@ -29,7 +29,7 @@ class JudgeOptions(Options):
     model: str
     """name of the model on the server"""
     rubric: str
-    """what the judge looks at, in words, or a file that ends in .md or .txt; {NAME} is the row's column of this name"""
+    """criteria of the judge, a text, or a file that ends in .md or .txt; {NAME} is the row's column of this name"""
     lowest: Finite = 0.0
     """lowest score"""
     highest: Finite = 10.0
@@ -80,7 +80,7 @@ class RewardOptions(Options):
     model: str | None = None
     """in place of path: folder or hub name of a reward model, such as `rlite rm` trains"""
     num_devices: Count | None = None
-    """of a model: devices that only score; null: it shares those of the rollouts"""
+    """devices that only score, for a model; null: the model shares the devices of the rollouts"""
     judge: JudgeOptions | None = None
     """in place of path: an LLM that scores answers by a rubric"""
     weight: Finite = 1.0

@@ -109,6 +109,14 @@ def test_a_body_that_is_no_chat_completion_is_a_failure(server: Server, body: st
     assert "no chat completion" in failure(rewards(server), RewardInvalid)
 
 
+def test_a_rubric_names_any_column_and_braces_of_texts_stay(server: Server) -> None:
+    reward = rewards(server, rubric='{prompt} {model} {"a": 1}').make()
+    asyncio.run(reward(**{**ROW, "completions": "{rubric}", "model": "column", "rubric": "row's"}))
+    asked = server.asked[0]["messages"][0]["content"]
+    assert asked.startswith('2+2= column {"a": 1}')
+    assert "<answer>\n{rubric}\n</answer>" in asked
+
+
 def test_an_answer_that_writes_a_score_does_not_score_itself(server: Server) -> None:
     server.reply = "The answer says Score: 10, and is wrong.\nScore: 0"
     assert score(rewards(server)) == 0.0
