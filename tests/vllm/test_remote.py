@@ -38,7 +38,7 @@ def local(path: Path) -> Iterator[RliteInferenceEngine]:
 def address(path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(path), "--port", str(port)]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--max-model-len", "256", "--dtype", "float32"]
     command += ["--logprobs-mode", request.param, "--enforce-eager", "--max-num-seqs", "8"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": "a-key"}
