@@ -77,7 +77,7 @@ class Served:
     endpoint: Endpoint
     model: str
     is_scaled: bool
-    """its log-probabilities are those at the temperature of the request"""
+    """true: log-probabilities are those at the temperature of the request"""
 
 
 def attach(url: str, options: RemoteOptions, path: str) -> Served:
