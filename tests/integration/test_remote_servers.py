@@ -234,6 +234,7 @@ def test_the_commands_ask_remote_servers(
     assert KEY not in "".join(file.read_text(errors="replace") for file in out.rglob("*") if file.is_file())
     generate = ("generate", str(model), "hello", "temperature=0", "max_new_tokens=6", "chat=false")
     assert run(*generate, *executor) == run(*generate) != ""
+    rows.write_text(rows.read_text() * 8)
     options = [f"train_data.path={rows}", *reward, f"actor.model_name={model}", f"trainer.save_dir={tmp_path / 'run'}"]
     with pytest.raises((ConfigError, SystemExit)) as refused:
         run("ppo", *options, *[f"rollout.{each}" for each in executor])

@@ -77,7 +77,7 @@ class Served:
     endpoint: Endpoint
     model: str
     is_scaled: bool
-    """its log-probabilities are those at the temperature of the request"""
+    """true: log-probabilities are those at the temperature of the request"""
 
 
 def attach(url: str, options: RemoteOptions, path: str) -> Served:
@@ -106,7 +106,7 @@ def attach(url: str, options: RemoteOptions, path: str) -> Served:
         endpoint = Endpoint(url, endpoint.api_key, endpoint.kind, length, text.vocab_size)
         return Served(endpoint, name, options.logprobs == "exact" and is_scaled(endpoint, name, ids))
     except CallRefused as error:
-        remedy = f". The key comes from {KEY_VARIABLE} or api_key_file" if error.status in (401, 403) else ""
+        remedy = f". The key comes from {KEY_VARIABLE} or api_key_file" if error.status == 401 else ""
         raise ConfigError(f"addresses: {error}{remedy}") from error
     except WorkerError as error:
         raise ConfigError(f"addresses: {error}") from error

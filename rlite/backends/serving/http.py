@@ -60,7 +60,13 @@ class Endpoint:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def refused(self, path: str, status: int, answer: str) -> CallRefused:
-        """Return the error for a call that the server answered with an error."""
+        """Return the error for a call that the server answered with an error.
+
+        Args:
+            path: path of the URL.
+            status: the HTTP status.
+            answer: text of the response.
+        """
         return CallRefused(f"the {self.kind} at {self.url}", path, status, answer)
 
     def own_ip(self) -> str:
