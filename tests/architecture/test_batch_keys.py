@@ -28,6 +28,8 @@ OTHERS = {
     },
     "rlite/evaluation/record.py": {"group", "response_tokens", "sample", "tokens"},
     "rlite/services/record/recorder.py": {"ids", "mask", "offsets", "text"},
+    "rlite/rollout/environments/trl.py": {"environment"},
+    "rlite/rollout/environments/trl_calls.py": {"environment"},
     "rlite/trainer/rl/rollouts.py": {"data", "item"},
 }
 """keys of data rows, records, saved groups and optimizers, in variables with the names of batches"""

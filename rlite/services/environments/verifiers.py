@@ -29,7 +29,7 @@ from rlite.services.endpoint.session import AgentSession
 from rlite.services.environments.verifiers_calls import VerifiersFunction
 from rlite.types import AsyncInference, GenerationHyperparameters
 
-OLDEST, REMEDY = (0, 4), "pip install 'verifiers>=0.4' into the environment of rlite"
+OLDEST, REMEDY = (0, 4), "pip install 'rlite[verifiers]'"
 
 
 def check_version() -> None:
