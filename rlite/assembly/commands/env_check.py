@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +26,12 @@ from rlite.errors import ConfigError, RliteError
 from rlite.imports import find_function
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import GenerationHyperparameters, RolloutWorkflow, ScriptedEngine
-from rlite.rollout.environments.factory import environment_workflow
+from rlite.rollout.environments.file import CONTRACTS, contract_of
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.workflow import ToolUseWorkflow
 from rlite.runtime.sandbox.pool import close_shared_pool
+from rlite.services.environments.contracts import contract_workflow
 from rlite.trainer.rl.rollouts import TRAINED_ON, trajectory_rewards
 from rlite.types import LLMRequest
 
@@ -40,6 +42,8 @@ TOOLS = (
 CALLS = "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
 TEXTS = ("", "yes", "0", "A", "I do not know.", "[1]", "{}", "left")
 """answers of a model that knows nothing"""
+MISSING = re.compile(r"KeyError|missing .*argument")
+"""failures that a column of the rows may mend"""
 EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 """an argument of each type of JSON; others are texts"""
 
@@ -84,7 +88,7 @@ def check(options: EnvConfig) -> Iterator[Finding]:
         check_prompts(rows, "data")
     pairs = [*itertools.product(range(len(rows)), range(options.episodes)), (0, 0)]  # the first one again, at the end
     played = [play(options, workflow, tokenizer, rows, *pair) for pair in pairs]
-    yield from of_failures(played)
+    yield from of_failures(played, "" if options.data.path else f"the rows have only {', '.join(rows[0])}")
     if good := [(each, each.trajectory) for each in played if each.trajectory is not None]:
         yield of_rewards([trajectory for _, trajectory in good], options)
         yield of_state(played)
@@ -113,13 +117,14 @@ def find_workflow(options: EnvConfig, tokenizer: Any) -> RolloutWorkflow:
     make: Callable[..., Any]
     if spec in WORKFLOWS:
         made = WORKFLOWS[spec](gconfig, tokenizer)
-    elif spec.endswith(".py"):
-        made = environment_workflow(spec)(gconfig, tokenizer, max_turns=options.max_turns)
+    elif contract_of(spec)[0] or spec.endswith(".py"):
+        made = contract_workflow(spec)(gconfig, tokenizer, max_turns=options.max_turns)
     elif ":" in spec:
         make = find_function(spec, f"spec={spec}")
         made = make(gconfig, tokenizer)
     else:
-        raise ConfigError(f"spec={spec}: expected file.py, file.py:function, or a workflow; {WORKFLOWS.unknown(spec)}")
+        forms = f"expected file.py, file.py:function, CONTRACT:NAME with a contract of {', '.join(CONTRACTS)}"
+        raise ConfigError(f"spec={spec}: {forms}, or a workflow; {WORKFLOWS.unknown(spec)}")
     if not isinstance(made, RolloutWorkflow):
         raise ConfigError(f"spec={spec}: it returned {type(made).__name__}; expected a RolloutWorkflow")
     return made
@@ -208,11 +213,17 @@ def example_call(schema: Mapping[str, Any], text: str) -> ToolCall:
     return ToolCall(function["name"], values)
 
 
-def of_failures(played: Sequence[Played]) -> Iterator[Finding]:
-    """Yield the causes of failed episodes, the most frequent first."""
+def of_failures(played: Sequence[Played], lack: str = "") -> Iterator[Finding]:
+    """Yield the causes of failed episodes, the most frequent first.
+
+    Args:
+        played: all episodes.
+        lack: what the rows lack that a missing name may be, if they are not the user's.
+    """
     causes = Counter(each.failure.partition("\n")[0][:500] for each in played if each.failure)
     for cause, count in causes.most_common(3):
-        yield Finding("episodes", f"{count} of {len(played)} failed: {cause}", "FAILED")
+        remedy = f" ({lack}; give yours with data.path=ROWS)" if lack and MISSING.search(cause) else ""
+        yield Finding("episodes", f"{count} of {len(played)} failed: {cause}{remedy}", "FAILED")
     if not causes:
         yield Finding("episodes", f"{len(played)} ended without a failure")
 

@@ -18,8 +18,8 @@ class EnvConfig(ImportOptions):
     action: Literal["check"]
     """check, the first argument without a key"""
     spec: str
-    """environment file as for rollout.env_path, name of a registered workflow, or file.py:function of (gconfig,
-    tokenizer) that returns a workflow; the second argument without a key"""
+    """environment as for rollout.env_path (file or CONTRACT:NAME), name of a registered workflow, or file.py:function,
+    which returns a workflow of (gconfig, tokenizer); the second argument without a key"""
     model: str | None = None
     """folder or hub name of the model whose tokenizer and chat template are used; default: bytes, with ChatML"""
     data: SingleTableOptions = SingleTableOptions()
@@ -32,7 +32,7 @@ class EnvConfig(ImportOptions):
     """texts that the scripted model answers first, such as a right answer; then texts of the row, calls of the tools
     with these texts as arguments, and others"""
     max_turns: Count = 4
-    """turns of an episode, for an environment file"""
+    """turns of an episode, for an environment"""
     timeout: Seconds = 60.0
     """seconds for one episode"""
 

@@ -85,5 +85,5 @@ def test_another_answer_of_a_process_is_no_episode(answer: Any) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
 def test_a_missing_package_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'verifiers>=0\.4'"):
+    with pytest.raises(ConfigError, match=r"pip install 'rlite\[verifiers\]'"):
         VerifiersEnvironment("words")

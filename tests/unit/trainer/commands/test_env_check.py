@@ -9,6 +9,7 @@ import pytest
 from rlite.assembly.commands.env_check import check, main
 from rlite.assembly.commands.env_options import EnvConfig
 from rlite.rollout import RewardFunction, SingleTurnWorkflow, ToolUseWorkflow
+from rlite.trainer.options import SingleTableOptions
 
 calls = itertools.count()
 
@@ -104,3 +105,31 @@ def test_the_command_ends_with_1_if_something_is_wrong(tmp_path: Path, capsys: p
         main(["check", f"{__file__}:leaks", "episodes=2", "rows=1"])
     assert ended.value.code == 1
     assert "of the checks failed: state" in capsys.readouterr().out
+
+
+class Counter:
+    def reset(self, target: int, **row: Any) -> str:
+        self.value, self.target = 0, target
+        return ""
+
+    def add(self, number: int) -> str:
+        """Add a number.
+
+        Args:
+            number: what to add
+        """
+        self.value += number
+        return str(self.value)
+
+    def get_reward(self) -> float:
+        return float(self.value == self.target)
+
+
+def test_an_environment_of_a_contract_is_played_and_missing_columns_are_named(tmp_path: Path) -> None:
+    spec = f"trl:{__file__}:Counter"
+    (told,) = [finding.text for finding in check(EnvConfig(action="check", spec=spec)) if finding.level == "FAILED"]
+    assert "missing 1 required positional argument: 'target' (the rows have only seed; give yours with" in told
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": [{"role": "user", "content": "go"}], "target": 0}\n')
+    found = check(EnvConfig(action="check", spec=spec, data=SingleTableOptions(path=str(data))))
+    assert "ended without a failure" in {finding.topic: finding.text for finding in found}["episodes"]
