@@ -44,6 +44,7 @@ PARTS = {"rlite.types": ("rlite.generation",)}
 """modules whose names another module has, too"""
 OPTIONS = {
     "torch": "rlite.backends.embedded.cache:EmbeddedOptions",
+    "remote": "rlite.backends.remote.server:RemoteOptions",
     "fsdp2": "rlite.backends.fsdp2.options:Fsdp2Options",
 }
 """executors whose options are a table; those of vllm and sglang depend on the installed package"""
