@@ -123,12 +123,12 @@ def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> 
         return _any_of(meant)
     group, _, leaf = key.rpartition(".")
     for name in ELSEWHERE.get(leaf, ()):
-        if meant := _same_leaf(name, known):
-            return _any_of([path for path in meant if path in usual] or meant)
+        if meant := _same_leaf(name, known, usual):
+            return _any_of(meant)
     siblings = [path for path in known if path.rpartition(".")[0] == group]
     if close := _short_for(leaf, siblings) or _with_words(leaf, siblings, usual) or _short_for(leaf, known)[:MAX_SHOWN]:
         return _any_of(close)
-    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.75) or _same_leaf(leaf, known):
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.75) or _same_leaf(leaf, known, usual):
         return _any_of(close)
     prefix = f"{group}." if group and any(path.startswith(f"{group}.") for path in known) else ""
     names = {path.removeprefix(prefix).split(".")[0] for path in known if path.startswith(prefix)}
@@ -159,14 +159,17 @@ def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _same_leaf(leaf: str, known: Sequence[str]) -> list[str]:
-    return [path for path in known if _leaf(path) == leaf][:MAX_SHOWN]
+def _same_leaf(leaf: str, known: Sequence[str], usual: Collection[str]) -> list[str]:
+    return _usual([path for path in known if _leaf(path) == leaf], usual)
+
+
+def _usual(keys: Sequence[str], usual: Collection[str]) -> list[str]:
+    return ([path for path in keys if path in usual] or list(keys))[:MAX_SHOWN]
 
 
 def _with_words(leaf: str, known: Sequence[str], usual: Collection[str]) -> list[str]:
     """Return the keys whose words include those of a name, as `total_steps` includes `steps`; the usual ones if any."""
-    found = [path for path in known if {*leaf.split("_")} < {*_leaf(path).split("_")}]
-    return ([path for path in found if path in usual] or found)[:MAX_SHOWN]
+    return _usual([path for path in known if {*leaf.split("_")} < {*_leaf(path).split("_")}], usual)
 
 
 def _short_for(leaf: str, known: Sequence[str]) -> list[str]:

@@ -40,7 +40,9 @@ def test_the_route_takes_and_returns_tokens_with_their_logprobs() -> None:
     answer = asyncio.run(asked(own, token_ids=[1, 2, 3]))
     [choice] = answer["choices"]
     assert (answer["prompt_token_ids"], choice["token_ids"]) == ([1, 2, 3], [7, 8])
-    assert choice["logprobs"]["content"] == [{"token": f"token_id:{id}", "logprob": -1.0} for id in (7, 8)]
+    assert choice["logprobs"]["content"] == [
+        {"token": f"token_id:{id}", "token_id": id, "logprob": -1.0} for id in (7, 8)
+    ]
     assert own.recording.turns[0].versions == [5, 5]
 
 
