@@ -91,7 +91,8 @@ def test_rewards_are_normalised_one_by_one_with_their_weights_and_returns_are_wh
 ) -> None:
     def train(estimator: str, weight: float) -> Any:
         return rlite.train(
-            "ppo", model=model, data=PAIRS, reward={"long": (length, weight), "one": lambda completions, **row: [1.0]},
+            "ppo", model=model, data=PAIRS,
+            reward={"long": (length, weight), "one": lambda completions, **row: [1.0] * len(completions)},
             save_dir=tmp_path / f"{estimator}-{weight}", total_steps=1, actor=SMALL, adv={"estimator": estimator},
             **{"train_data.prompts_per_rollout": 4, "rollout.train_sampling_params": {"max_new_tokens": 4}},
         ).metrics["grad_norm"]  # fmt: skip
