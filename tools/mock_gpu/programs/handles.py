@@ -50,7 +50,7 @@ def measure() -> dict[str, float]:
     before = torch.cuda.memory_allocated()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    handles = transport.share(source, None, False, {f"not {process_identity()}"})
+    handles = transport.share(source, {f"not {process_identity()}"})
     reader = context.Process(target=read, args=(handles, results))
     reader.start()
     written, waits, launches = results.get(timeout=1800)
