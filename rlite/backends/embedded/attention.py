@@ -179,7 +179,7 @@ class PrefillPlan(AttentionPlan):
 
     def _keys_of(self, layer: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return keys and values of all pages up to the end of a chunk."""
-        pages = torch.tensor(chunk.pages[: num_pages(chunk.stop)], device=self.cache.device)
+        pages = upload(chunk.pages[: num_pages(chunk.stop)], self.cache.device)
         return self.cache.gathered(layer, pages[None])
 
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
@@ -418,7 +418,7 @@ class CheckPlan(PrefillPlan):
 
     def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
         super().__init__(cache, chunks, is_flash=False, is_invariant=False)
-        lengths = torch.tensor([chunk.stop - chunk.start for chunk in chunks], device=cache.device)
+        lengths = upload([chunk.stop - chunk.start for chunk in chunks], cache.device)
         self._table = block_table([chunk.pages for chunk in chunks], cache.device).repeat_interleave(lengths, dim=0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:

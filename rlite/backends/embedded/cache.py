@@ -30,6 +30,7 @@ from rlite.data.routing import RoutingShape
 from rlite.errors import ConfigError
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.tensor import max_positions
+from rlite.runtime.parallel.upload import upload
 from rlite.runtime.replicas.replica import ExecutorOptions
 
 
@@ -365,7 +366,7 @@ class PagedCache:
             steps: number of steps.
         """
         assert self.routing is not None
-        rows = torch.from_numpy(rows_of_pages(pages, begin, length - 1 + steps)).to(self.device)
+        rows = upload(rows_of_pages(pages, begin, length - 1 + steps), self.device)
         table = self.routing[rows].flatten(1).cpu()
         found = [row.tobytes() for row in table.numpy()]
         first = length - begin
@@ -407,7 +408,7 @@ def block_table(pages: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     table = np.full((len(pages), max(map(len, pages))), TRASH, dtype=np.int64)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = own
-    return torch.from_numpy(table).to(device)
+    return upload(table, device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -592,7 +592,7 @@ def with_trained_logprobs(
     logprobs = torch.empty_like(before)
     temperatures = [1.0 if g.greedy else g.temperature for g in gconfigs]
     for temperature in set(temperatures):
-        rows = torch.tensor([r for r, t in enumerate(temperatures) if t == temperature], device=logits.device)
+        rows = upload([r for r, t in enumerate(temperatures) if t == temperature], logits.device)
         logprobs[rows] = label_logprobs(logits[rows], tokens[rows], temperature, num_shards)
     is_whole = sampling_logprobs == before
     if kept is not None:

@@ -24,7 +24,7 @@ int cuCtxGetDevice(int *device) { *device = 0; return 0; }
 int cuGetErrorString(int error, const char **text) { *text = "mock"; return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = object; return 0; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { *function = strdup(name); return 0; }
-int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = 0; return 0; }
+int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute ? 0 : 1024; return 0; } // threads of a block
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *num, void *function, int block, size_t shared) { *num = 2; return 0; }
 
 static int launched(void *function) {
