@@ -20,7 +20,7 @@ JOBS ?= 3
 # a process of tests that has died is not replaced: what killed it may kill the next one
 DEALT = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEALT)
-# a quarter of the examples of property tests
+# a quarter of the examples of property tests; `make nightly` tries them all
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
@@ -33,16 +33,17 @@ quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a 
 	$(BIN)/rlite quickstart
 
 test: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## all tests but nightly ones, in three processes; without a GPU or Chromium, their tests are skipped
-	$(PYTEST) -m "not nightly" tests
+	$(PYTEST) -m "not nightly" --hypothesis-profile=quick tests
 
 test-fast: JOBS = 2
 test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes and browsers, in less than three minutes
 	$(QUICKLY) tests $(addprefix --ignore=tests/,browser integration peers)
 
 test-vllm: JOBS = 3
+test-vllm: MARKS = not nightly
 test-vllm: CONTRACTS = test_inference_executors test_declared_methods test_actor_program
 test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(DEALT) tests/vllm $(CONTRACTS:%=tests/contracts/%.py) -k vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(DEALT) tests/vllm $(CONTRACTS:%=tests/contracts/%.py) -k vllm -m "$(MARKS)"
 
 test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(abspath $(VENV)/harness) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/harness
@@ -73,7 +74,8 @@ test-transformers: $(VENV)/.installed  ## tests of models with another release o
 # each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
 NIGHTLY = comparison_intervals hostile_models chaos chaos_jobs architectures
 nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
-	@failed=; $(PYTEST) -m nightly tests || failed=tests; \
+	@failed=; $(PYTEST) -m "nightly or hypothesis" tests || failed=tests; \
+	$(MAKE) test-vllm MARKS=nightly || failed="$$failed vllm"; \
 	for version in $(TRANSFORMERS); do \
 		$(MAKE) test-transformers VERSION=$$version || failed="$$failed transformers-$$version"; \
 	done; \

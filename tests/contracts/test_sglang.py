@@ -196,7 +196,7 @@ def test_a_server_that_cannot_start_is_named_with_its_cause(engine: RliteInferen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
     engine: RliteInferenceEngine,
     path: Path,
@@ -218,6 +218,7 @@ def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
     server.wait(20)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_scoring_ends_with_a_server_that_hangs(engine: RliteInferenceEngine, path: Path) -> None:
     other = RliteInferenceEngine(path, executor="sglang")
@@ -279,7 +280,7 @@ def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_keeper", [False, True])
+@pytest.mark.parametrize("is_keeper", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_server_ends_with_the_process_that_started_it(path: Path, installed: None, is_keeper: bool) -> None:
     program = (
         "from rlite.backends.sglang.server import ServerProcess\n"

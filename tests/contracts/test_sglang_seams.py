@@ -32,6 +32,7 @@ def test_a_whole_life_calls_declared_methods_alone(tmp_path: Path) -> None:
     methods.test_a_whole_life_calls_declared_methods_alone("sglang", tmp_path)
 
 
+@pytest.mark.nightly
 def test_an_actor_learns_on_rollouts(two_devices: None, path: Path) -> None:
     program.test_an_actor_learns_on_rollouts_of_every_executor("sglang", path)
 

@@ -86,6 +86,7 @@ def test_ppo_trains_a_critic_and_the_same_call_finds_the_run_finished(model: str
         call(**{"actor.lr": 1e-3})
 
 
+@pytest.mark.nightly
 def test_rewards_are_normalised_one_by_one_with_their_weights_and_returns_are_whitened(
     model: str, tmp_path: Path
 ) -> None:

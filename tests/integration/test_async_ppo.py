@@ -50,6 +50,7 @@ def logged(save_dir):
     return [json.loads(line) for line in (save_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_rollouts_run_ahead_of_training_by_no_more_than_the_bound(model, tmp_path, session):
     run = trainer(model, tmp_path, total_steps=20, prompts=8)
     run.fit()

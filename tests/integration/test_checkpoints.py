@@ -46,6 +46,8 @@ LAYOUTS: list[dict[str, int]] = [
     {"size": 4, "sp_size": 2},
 ]
 """one after the other, and the last before the first: each is saved in and loaded into"""
+OFTEN = (1, 4, 9)
+"""those of every run of the tests: to tensor parallelism, to context parallelism, from tensor to context parallelism"""
 
 
 class Learner(Qwen2Policy):
@@ -132,7 +134,9 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(LAYOUTS)))
+@pytest.mark.parametrize(
+    "index", [*OFTEN, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(len(LAYOUTS)) if n not in OFTEN)]
+)
 def test_a_run_goes_on_in_another_layout(build: Build, tmp_path: Path, index: int) -> None:
     here, there = LAYOUTS[index - 1], LAYOUTS[index]
     engine = build(**here)

@@ -118,6 +118,7 @@ def test_a_killed_master_takes_its_running_job_over(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "steps").read_text())[0] > 1
 
 
+@pytest.mark.nightly
 def test_a_stopped_master_is_killed_and_its_successor_takes_the_job_over(tmp_path: Path) -> None:
     run = Run(builder(tmp_path), tmp_path, "stopped-master")
     run.pids()
@@ -128,6 +129,7 @@ def test_a_stopped_master_is_killed_and_its_successor_takes_the_job_over(tmp_pat
     assert (result.succeeded, result.restarts) == (True, 0), result
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_is_stopped_as_soon_as_it_begins_is_restarted(tmp_path: Path) -> None:
     run = Run(builder(tmp_path, recoverable=True, stop=True), tmp_path, "stopped-trainer")
     run.pids()
@@ -136,6 +138,7 @@ def test_a_trainer_that_is_stopped_as_soon_as_it_begins_is_restarted(tmp_path: P
     assert "trainer failed: stopped" in "\n".join(map(str, result.events))
 
 
+@pytest.mark.nightly
 def test_a_node_without_heartbeats_gets_another_agent(tmp_path: Path) -> None:
     run = Run(builder(tmp_path).options(health={"silent_after": 4.0}), tmp_path, "silent")
     victim = run.pids()["actors"][0]
@@ -150,7 +153,7 @@ def test_a_node_without_heartbeats_gets_another_agent(tmp_path: Path) -> None:
     assert (result.succeeded, result.restarts) == (True, 1), result
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_rollout_is_replaced_while_the_trainer_goes_on(tmp_path: Path, rank: int) -> None:
     run = Run(builder(tmp_path, rollouts="workload"), tmp_path, f"rollout-{rank}")
     before = run.pids()
@@ -165,6 +168,7 @@ def test_a_killed_rollout_is_replaced_while_the_trainer_goes_on(tmp_path: Path, 
     assert result.restarts == 0
 
 
+@pytest.mark.nightly
 def test_the_role_restarts_if_the_port_of_its_killed_rank_0_is_taken(tmp_path: Path) -> None:
     run = Run(builder(tmp_path, rollouts="workload"), tmp_path, "taken")
     before = run.pids()
@@ -221,6 +225,7 @@ def test_a_trainer_calls_workloads_that_were_replaced_while_it_was_made(tmp_path
     assert (result.succeeded, result.restarts) == (True, 1), result
 
 
+@pytest.mark.nightly
 def test_a_late_worker_is_hung_if_it_sleeps_and_busy_if_it_computes(tmp_path: Path) -> None:
     for late, restarts in (("hang", 1), ("compute", 0)):
         out = tmp_path / late
@@ -260,15 +265,15 @@ def test_impossible_jobs_are_refused_before_anything_starts(tmp_path: Path) -> N
 
 
 def test_a_job_that_is_stopped_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
-    for number in range(8):
+    for number in range(3):
         run = Run(builder(tmp_path), tmp_path, f"short-{number}")
-        time.sleep(0.08 * number)
+        time.sleep(0.24 * number)
         run.handle.stop()
         assert not run.handle.result(timeout=START_S).succeeded
     time.sleep(2.0)  # a creation under way would end
     held = [each["name"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
     assert held == []
-    assert [name for number in range(8) for name in Fleet(f"short-{number}").names()] == []
+    assert [name for number in range(3) for name in Fleet(f"short-{number}").names()] == []
 
 
 def test_the_commands_launch_show_and_stop_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,7 +339,9 @@ UNREADABLE: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize(
+    "what", ["damaged", *(pytest.param(what, marks=pytest.mark.nightly) for what in UNREADABLE if what != "damaged")]
+)
 def test_a_master_that_cannot_read_its_state_ends_its_job(tmp_path: Path, what: str) -> None:
     name = what.replace(" ", "-")
     run = Run(builder(tmp_path), tmp_path, name)
@@ -349,6 +356,7 @@ def test_a_master_that_cannot_read_its_state_ends_its_job(tmp_path: Path, what: 
     assert not (tmp_path / "steps").exists()
 
 
+@pytest.mark.nightly
 def test_a_plan_of_another_submission_does_not_reach_a_restarted_master(tmp_path: Path) -> None:
     run = Run(builder(tmp_path), tmp_path, "planned")
     run.pids()
@@ -367,6 +375,7 @@ def test_a_record_that_cannot_be_read_is_refused_at_submission(tmp_path: Path) -
     RayStore().remove("stale")
 
 
+@pytest.mark.nightly
 def test_an_unfinished_record_that_is_replaced_is_noted(tmp_path: Path) -> None:
     save_record(RayStore(), "again", JobRecord("lost", JobState("RUNNING")))
     result = Run(builder(tmp_path), tmp_path, "again").finish()
@@ -388,6 +397,7 @@ def test_processes_without_a_master_are_shown_and_stopped(tmp_path: Path, capsys
     assert Fleet("orphans").names() == []
 
 
+@pytest.mark.nightly
 def test_programs_that_a_workload_starts_end_with_it(tmp_path: Path) -> None:
     run = Run(builder(tmp_path, rollouts="workload", spawns=True), tmp_path, "spawning")
     pids = run.pids()
@@ -401,6 +411,7 @@ def test_programs_that_a_workload_starts_end_with_it(tmp_path: Path) -> None:
     wait_for(lambda: not any(map(is_alive, children)))
 
 
+@pytest.mark.nightly
 def test_a_job_in_a_folder_is_stopped_and_read_by_its_folder_and_without_a_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

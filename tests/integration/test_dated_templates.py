@@ -63,6 +63,7 @@ def test_a_run_resumes_with_the_time_of_its_start(model: str, tmp_path: Path) ->
     assert anew["started"] > first["started"]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_without_a_time_resumes_with_the_time_of_its_config(model: str, tmp_path: Path) -> None:
     facts = train(model, tmp_path / "run", 1)
     started = datetime.fromisoformat(facts.pop("started"))
@@ -77,6 +78,7 @@ def test_a_checkpoint_without_a_time_resumes_with_the_time_of_its_config(model: 
     assert (tmp_path / "run" / "state" / "step-4").is_dir()
 
 
+@pytest.mark.nightly
 def test_an_evaluation_goes_on_with_the_time_of_its_first_samples(
     model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

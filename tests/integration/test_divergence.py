@@ -137,6 +137,7 @@ def test_reinforcement_learning_that_diverges_says_so_and_ends_with_the_reason(
     assert names(tmp_path) == [f"diverged-{last - 3}", f"step-{last - 4}"]
 
 
+@pytest.mark.nightly
 def test_policy_that_generates_nothing_finite_ends_the_run_and_sets_its_checkpoint_aside(
     model: Path, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
 def test_replicas_join_with_the_current_weights_and_leave_without_a_lost_token(models: dict[str, Path]) -> None:
     serve = RliteInferenceEngine(models["llama"])
     serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=12, deterministic=True)

@@ -141,7 +141,10 @@ def recorded(folder: Path, name: str) -> dict[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "num_devices"), [("beside", 2), ("snapshot", 1), ("snapshot", 0)])
+@pytest.mark.parametrize(
+    ("where", "num_devices"),
+    [*(pytest.param(*case, marks=pytest.mark.nightly) for case in [("beside", 2), ("snapshot", 1)]), ("snapshot", 0)],
+)
 def test_evaluation_beside_training_changes_no_weights(
     where: str, num_devices: int, model: str, tmp_path: Path
 ) -> None:
@@ -248,7 +251,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_run_that_resumes_makes_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("best_metric", ["math/accuracy", None])
+@pytest.mark.parametrize("best_metric", ["math/accuracy", pytest.param(None, marks=pytest.mark.nightly)])
 def test_a_signal_while_an_earlier_step_is_evaluated_keeps_its_model_if_the_best_is_kept(
     best_metric: str | None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,7 +348,9 @@ def command(model: str, folder: Path, judge: str, *options: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "num_ranks"), [("beside", 2), ("snapshot", 1)])
+@pytest.mark.parametrize(
+    ("where", "num_ranks"), [pytest.param("beside", 2, marks=pytest.mark.nightly), ("snapshot", 1)]
+)
 def test_evaluation_while_training_goes_on_runs_under_torchrun(
     model: str, tmp_path: Path, where: str, num_ranks: int
 ) -> None:
@@ -365,7 +370,11 @@ def test_evaluation_while_training_goes_on_runs_under_torchrun(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "awaited"),
-    [("in_turns", ""), pytest.param("beside", "step-2", marks=pytest.mark.nightly), ("snapshot", "step-2")],
+    [
+        ("in_turns", ""),
+        pytest.param("beside", "step-2", marks=pytest.mark.nightly),
+        pytest.param("snapshot", "step-2", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_kill_during_an_evaluation_loses_nothing(model: str, tmp_path: Path, where: str, awaited: str) -> None:
     """Beside training, the checkpoint of step 2 is written while the evaluation of step 2 is under way."""

@@ -120,6 +120,7 @@ def generate_for_ever(engine: RliteInferenceEngine) -> None:
 # -- on Ray ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_late_rank_is_named_and_the_engine_goes_on(train: RliteTrainEngine) -> None:
     sound(train)
     with soon(), pytest.raises(CallTimeout, match=r"no answer within 0\.5 s from 1 of 2 workers: .*rank 1") as caught:
@@ -331,6 +332,7 @@ def test_an_exception_on_one_rank_under_torchrun_ends_the_run_soon_with_its_trac
     assert "raised in worker train-0 rank 1" in ran.stderr
 
 
+@pytest.mark.nightly
 def test_an_engine_under_torchrun_is_not_built_where_a_peer_is_stuck_and_says_so(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -374,7 +376,7 @@ def test_under_torchrun_a_collective_of_the_program_returns_and_uneven_ranks_are
     )
 
 
-@pytest.mark.parametrize("moment", ["in a call", "at the start"])
+@pytest.mark.parametrize("moment", ["in a call", pytest.param("at the start", marks=pytest.mark.nightly)])
 def test_ranks_end_soon_after_the_agent_was_killed(models: dict[str, Path], tmp_path: Path, moment: str) -> None:
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(PROGRAM)

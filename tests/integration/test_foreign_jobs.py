@@ -51,6 +51,7 @@ def output_of(program: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.nightly
 def test_a_torchrun_script_resumes_after_a_killed_rank_and_learns_the_same(tmp_path: Path) -> None:
     script, whole, broken = EXAMPLES / "ddp_script.py", tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()

@@ -58,6 +58,7 @@ def test_a_signal_reaches_the_program_which_is_found_by_its_environment_until_th
     process.stdout.close()
 
 
+@pytest.mark.nightly
 def test_a_guard_whose_program_comes_first_does_not_own_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

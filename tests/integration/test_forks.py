@@ -19,7 +19,9 @@ SOON_S = 20.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "num_devices"), [("torchrun", 2), ("ray", 2)])
+@pytest.mark.parametrize(
+    ("launcher", "num_devices"), [("torchrun", 2), pytest.param("ray", 2, marks=pytest.mark.nightly)]
+)
 def test_a_forked_child_ends_and_its_parent_goes_on_until_ray_loses_its_control_service(
     models: dict[str, Path], launcher: str, num_devices: int
 ) -> None:

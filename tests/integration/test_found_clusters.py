@@ -63,6 +63,7 @@ def passed_over(address: str, why: str) -> str:
     return f"the Ray cluster that `ray start` left here at {address} is not used: {why}"
 
 
+@pytest.mark.nightly
 def test_a_cluster_that_refuses_this_program_is_passed_over_with_a_warning(cluster: tuple[str, dict[str, str]]) -> None:
     address, env = cluster
     done = run(env)

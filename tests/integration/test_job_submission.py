@@ -87,6 +87,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         psutil.wait_procs(left, 10)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not HAS_DASHBOARD, reason=f"Ray's job server needs {', '.join(NEEDED)} in {PEERS}")
 def test_a_job_server_runs_the_job_with_a_copy_of_the_folder(job: Path, server: tuple[str, dict[str, str]]) -> None:
     address, env = server

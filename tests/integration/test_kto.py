@@ -131,7 +131,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("extra", [[], ["actor.lora.rank=4"]], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "extra", [pytest.param([], marks=pytest.mark.nightly), ["actor.lora.rank=4"]], ids=["weights", "adapters"]
+)
 def test_steps_are_independent_of_the_layout(models: dict[str, Path], tmp_path: Path, extra: list[str]) -> None:
     runs = []
     for number, layout in enumerate(LAYOUTS[: 5 - 3 * bool(extra)]):

@@ -96,6 +96,7 @@ def test_requests_of_a_killed_replica_finish_on_another_and_the_last_death_is_na
     assert wait_until_gone(first, SOON_S) == []
 
 
+@pytest.mark.nightly
 def test_a_killed_replica_is_replaced_and_the_next_sync_brings_it_the_weights(mark: str, path: Path) -> None:
     engine = RliteInferenceEngine(path, executor="vllm", max_replacements=2)
     engine.build(data_parallel_size=2, max_model_len=2048, max_num_seqs=8)

@@ -61,6 +61,7 @@ def test_too_little_memory_for_one_sequence_is_told_in_numbers(path: Path) -> No
         engine.build(max_model_len=1024, kv_cache_memory_bytes=2**18)
 
 
+@pytest.mark.nightly
 def test_a_failed_start_names_its_cause(path: Path, tmp_path: Path) -> None:
     shutil.copytree(path, tmp_path, dirs_exist_ok=True)
     weights = (tmp_path / "model.safetensors").read_bytes()

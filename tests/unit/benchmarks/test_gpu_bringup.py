@@ -24,6 +24,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_bringup, "sys", forked_python.System())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_no_gpu
 def test_steps_that_need_no_gpu_run_and_the_table_keeps_those_of_earlier_commands(

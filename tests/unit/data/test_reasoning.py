@@ -78,6 +78,7 @@ except ConfigError as error:
     assert "pip install 'rlite[quickstart]'" in done.stdout
 
 
+@pytest.mark.nightly
 def test_the_import_shows_no_syntax_warnings_of_packages_that_are_not_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", "import rlite.data.reasoning"]

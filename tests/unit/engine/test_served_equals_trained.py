@@ -30,6 +30,8 @@ SHAPES: dict[str, tuple[Kind, dict[str, Any]]] = {
     "equal heads": ("llama", {"hidden": 128, "num_key_value_heads": 4, "intermediate_size": 250}),
     "wide": ("qwen2", {"hidden": 512, "layers": 1, "vocab_size": 5003, "num_attention_heads": 8}),
 }
+OFTEN = ("qwen2", "llama", "one head of keys")
+"""shapes of every run of the tests"""
 
 
 @pytest.fixture
@@ -91,7 +93,12 @@ def assert_equal_bits(found: Tensor, data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_threads"), [*((name, (1, 1)) for name in SHAPES), ("qwen3", (2, 1)), ("equal heads", (1, 2))]
+    ("name", "num_threads"),
+    [
+        *(pytest.param(name, (1, 1), marks=[pytest.mark.nightly] * (name not in OFTEN)) for name in SHAPES),
+        ("qwen3", (2, 1)),
+        pytest.param("equal heads", (1, 2), marks=pytest.mark.nightly),
+    ],
 )
 def test_served_logprobs_are_those_of_training(
     models: dict[str, Path], threads: Callable[[int], None], name: str, num_threads: tuple[int, int]

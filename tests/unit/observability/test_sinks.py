@@ -84,6 +84,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 1.0)]
 
 
+@pytest.mark.nightly
 def test_wandb_goes_on_with_the_run_that_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

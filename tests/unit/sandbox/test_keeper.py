@@ -57,7 +57,7 @@ def left_after(mark: str) -> list[str]:
     return [repr(process) for process in left]
 
 
-@pytest.mark.parametrize("origin", ["own", "foreign"])
+@pytest.mark.parametrize("origin", [pytest.param("own", marks=pytest.mark.nightly), "foreign"])
 def test_a_chain_of_forks_ends_with_its_call(origin: str) -> None:
     mark = uuid.uuid4().hex
     driver = start(mark, "endless_forks", "1", origin)
@@ -66,7 +66,7 @@ def test_a_chain_of_forks_ends_with_its_call(origin: str) -> None:
     assert left_after(mark) == []
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("death", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_chain_of_forks_ends_with_its_driver(death: signal.Signals) -> None:
     mark = uuid.uuid4().hex
     driver = start(mark, "endless_forks", "60", "own")

@@ -20,7 +20,9 @@ from rlite.nn.pretrained import causal_config, load_config, meta_model
 from tests.unit.backends.models.small import CONTAINERS, container, held, tensors_in, text_model, written
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind == "gemma4")) for kind in CONTAINERS]
+)
 def test_the_text_model_of_a_container_computes_its_logits_and_goes_back(kind: str, tmp_path: Path) -> None:
     outer = container(kind)
     files = written(outer, tmp_path)

@@ -213,6 +213,7 @@ def test_connections_that_send_nothing_stop_nobody_and_are_counted() -> None:
     assert sum(dropped.values()) >= 500
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_thousand_agents_at_once_are_answered_with_1024_file_descriptors() -> None:
     async def agent(client: aiohttp.ClientSession, access: Any) -> list[int]:
