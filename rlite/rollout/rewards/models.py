@@ -138,5 +138,10 @@ class RewardModel:
 
 def reward_models(reward: Any) -> list[RewardModel]:
     """Return the reward models in a reward function, or in several."""
+    return [fn for fn in functions_of(reward) if isinstance(fn, RewardModel)]
+
+
+def functions_of(reward: Any) -> list[Callable[..., Any]]:
+    """Return what the parts of a reward function call."""
     functions = [part.function for part in reward.parts.values()] if isinstance(reward, WeightedRewards) else [reward]
-    return [one.fn for one in functions if isinstance(one, RewardFunction) and isinstance(one.fn, RewardModel)]
+    return [one.fn for one in functions if isinstance(one, RewardFunction)]

@@ -1,9 +1,9 @@
-"""Reward models on devices: an engine for each checkpoint, beside the rollout engine or on devices of its own."""
+"""Reward models and judges on devices: an engine for each, beside the rollout engine or on devices of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,22 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import rlite
+from rlite.data.chat.template import has_chat_template
 from rlite.data.rows import stream_of
+from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
-from rlite.rollout.rewards.models import RewardModel, reward_models
-from rlite.rollout.workflow import RolloutWorkflow
+from rlite.nn.pretrained import load_config, load_tokenizer
+from rlite.rollout.rewards.llm_judge import LlmJudge
+from rlite.rollout.rewards.models import RewardModel, functions_of, reward_models
+from rlite.rollout.rewards.options import SERVING
+from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, prompt_ids, prompt_text
+from rlite.runtime.parallel.tensor import max_positions
 from rlite.runtime.replicas.engine import Engine
 from rlite.trainer.model.modules import critic_module
 from rlite.trainer.model.options import ModelOptions, frozen_build_options
+from rlite.trainer.options import ServingOptions
+from rlite.types import GenerationHyperparameters, LLMRequest
 from rlite.wording import counted
 
 MICROBATCH = 4096
@@ -58,6 +66,102 @@ def score_rows(engine: RliteTrainEngine, is_alone: bool, rows: Sequence[Sequence
 
 
 @dataclass(frozen=True)
+class JudgeEngine:
+    """The engine of the judges that have one checkpoint and the same options of the engine."""
+
+    judges: list[LlmJudge]
+    tokenizer: Any
+    engine: RliteInferenceEngine
+    longest: int | None
+    """tokens of the longest question and its reply; None: not known"""
+
+    @classmethod
+    def of(cls, judge: LlmJudge) -> JudgeEngine:
+        """Return the engine of a judge, which is not built yet.
+
+        Raises:
+            ConfigError: the checkpoint has no tokenizer or no chat template.
+        """
+        tokenizer = load_tokenizer(judge.options.model)
+        if not has_chat_template(tokenizer):
+            raise ConfigError(f"{judge.what}.model={judge.options.model}: no chat template, through which it is asked")
+        return cls([judge], tokenizer, RliteInferenceEngine(judge.options.model, judge.options.executor), None)
+
+    def tokens(self, judge: LlmJudge, text: str) -> list[int]:
+        """Return the tokens of a message to a judge."""
+        asked = {"messages": [{"role": "user", "content": text}]}
+        return prompt_ids(asked, self.tokenizer, judge.options.options.get("chat_template_kwargs"))
+
+    def checked(self, judge: LlmJudge, asked: Asked) -> JudgeEngine:
+        """Return the engine with room for the questions of a workflow.
+
+        Args:
+            judge: asks them.
+            asked: the workflow and its prompts.
+
+        Raises:
+            ConfigError: a question and its reply may be longer than the engine's limit.
+        """
+        workflow, rows, where = asked
+        limit = judge.options.max_model_len or max_positions(load_config(self.engine.path))[1]
+        longest = self.longest or 0
+        if not isinstance(workflow, PromptWorkflow) or stream_of(rows):
+            return self
+        for number, row in enumerate(rows):
+            texts = {"prompt": prompt_text(row, workflow.tokenizer, workflow.chat_template_options), "completions": ""}
+            needed = (
+                len(self.tokens(judge, judge.question({**row, **texts})))
+                + workflow.gconfig.max_new_tokens
+                + judge.options.max_new_tokens
+            )
+            if needed > limit:
+                told = f"rubric, prompt, answer and reply may have {needed} tokens, and the judge reads {limit}"
+                raise ConfigError(f"{where}, row index {number}: {judge.what}: {told}; lower judge.max_new_tokens")
+            longest = max(longest, needed)
+        return replace(self, longest=longest or None)
+
+    def build(self, num_devices: int, seed: int, is_deterministic: bool, beside: Engine | None) -> None:
+        """Place the engine, and let the judges ask it.
+
+        Args:
+            num_devices: number of its devices.
+            seed: seed of the run.
+            is_deterministic: replies do not depend on others, bit by bit.
+            beside: the engine whose devices it shares; None: its own.
+
+        Raises:
+            ConfigError: the sizes do not divide the devices.
+        """
+        own = self.judges[0].options
+        if num_devices % own.tp_size:
+            raise ConfigError(f"{self.judges[0].what}.tp_size={own.tp_size} does not divide {num_devices} devices")
+        given = {key: getattr(own, key) for key in SERVING if key != "max_model_len"}
+        options = ServingOptions(**given, deterministic=is_deterministic).build_options(num_devices)
+        length = own.max_model_len or self.longest
+        self.engine.build(**options, max_model_len=length, seed=seed, colocate_with=beside)
+        for judge in self.judges:
+            judge.ask = partial(self._ask, judge, _sampling(judge, is_deterministic))
+
+    async def _ask(self, judge: LlmJudge, gconfig: GenerationHyperparameters, text: str) -> str:
+        request = LLMRequest(input_ids=self.tokens(judge, text), gconfig=gconfig)
+        response = await self.engine.agenerate(request)
+        return self.tokenizer.decode(response.output_tokens, skip_special_tokens=True)
+
+
+def _sampling(judge: LlmJudge, is_deterministic: bool) -> GenerationHyperparameters:
+    """Return the sampling of a judge: greedy, unless its options say otherwise.
+
+    Raises:
+        ConfigError: replies that are to be the same bits again are sampled.
+    """
+    options = {key: value for key, value in judge.options.options.items() if key != "chat_template_kwargs"}
+    given = {"temperature": 0.0, "max_new_tokens": judge.options.max_new_tokens, **options}
+    if is_deterministic and given["temperature"]:
+        raise ConfigError(f"{judge.what}.options.temperature={given['temperature']}: deterministic=true needs 0")
+    return GenerationHyperparameters.from_mapping({**given, "greedy": not given["temperature"]})
+
+
+@dataclass(frozen=True)
 class RewardEngines:
     """The engines of all reward models of a run. A checkpoint that several rewards name has one engine."""
 
@@ -65,6 +169,8 @@ class RewardEngines:
     """reward models by checkpoint and number of own devices"""
     engines: Mapping[tuple[str, int | None], RliteTrainEngine]
     """their engines"""
+    judges: Mapping[tuple[Any, ...], JudgeEngine]
+    """engines of judges by checkpoint, options of the engine and number of own devices"""
     length: int
     """tokens of the longest sequence"""
     is_deterministic: bool
@@ -80,7 +186,8 @@ class RewardEngines:
             is_deterministic: a score has the same bits with any other answers.
 
         Raises:
-            ConfigError: a model has no score head, no chat template for messages, or a shorter context than the run.
+            ConfigError: a model or judge has no score head, no chat template, or a shorter context than the run needs;
+                a judge is to sample although `is_deterministic`.
             DataError: a model's chat template refuses a prompt.
         """
         models: dict[tuple[str, int | None], list[RewardModel]] = {}
@@ -88,7 +195,8 @@ class RewardEngines:
             for model in reward_models(getattr(workflow, "reward_fn", None)):
                 model.check(getattr(workflow, "tokenizer", None), () if stream_of(rows) else rows, length, where)
                 models.setdefault((model.path, model.num_devices), []).append(model)
-        return cls(models, {key: _engine(*own) for key, own in models.items()}, length, is_deterministic)
+        engines = {key: _engine(*own) for key, own in models.items()}
+        return cls(models, engines, _judge_engines(asked, is_deterministic), length, is_deterministic)
 
     def build_apart(self, world: int, seed: int) -> int:
         """Place the models that have devices of their own, before other engines.
@@ -103,7 +211,7 @@ class RewardEngines:
         Raises:
             ConfigError: none is left.
         """
-        num_own = sum(own or 0 for _, own in self.engines)
+        num_own = sum(own or 0 for *_, own in (*self.engines, *self.judges))
         if num_own >= world:
             raise ConfigError(
                 f"reward.NAME.num_devices: reward models take {num_own} devices of their own, and there are {world} in "
@@ -112,6 +220,9 @@ class RewardEngines:
         for path, own in self.engines:
             if own is not None:
                 self._build((path, own), None, own, seed)
+        for key, judge in self.judges.items():
+            if key[-1] is not None:
+                judge.build(key[-1], seed, self.is_deterministic, None)
         return world - num_own
 
     def build_beside(self, rollout: Engine, num_devices: int, seed: int) -> None:
@@ -125,6 +236,9 @@ class RewardEngines:
         for key, engine in self.engines.items():
             if not engine.is_built:
                 self._build(key, rollout, num_devices, seed)
+        for judge in self.judges.values():
+            if not judge.engine.is_built:
+                judge.build(num_devices, seed, self.is_deterministic, rollout)
 
     def _build(self, key: tuple[str, int | None], beside: Engine | None, num_devices: int, seed: int) -> None:
         model = ModelOptions(model_name=key[0], max_length_per_device=max(self.length, MICROBATCH))
@@ -135,19 +249,45 @@ class RewardEngines:
 
     def release(self) -> None:
         """Free the devices."""
-        for engine in self.engines.values():
+        for engine in (*self.engines.values(), *(judge.engine for judge in self.judges.values())):
             engine.release()
 
     def topic(self) -> dict[str, str]:
-        """Return where each model scores and what it reads, for the plan; {} without a model."""
+        """Return each model's place, memory and what it reads, for the plan of built engines; {} without a model."""
         told = []
         for (path, own), engine in self.engines.items():
-            where = f"on {counted(own, 'device')} of its own" if own else "on the devices of the rollouts"
             reads = (
                 "the policy's tokens" if self.models[path, own][0].reads_tokens else "texts in its own chat template"
             )
-            told.append(f"{path}, {engine.num_parameters / 1e6:.2f} M parameters, {where}, reads {reads}")
+            size = f"{engine.num_parameters / 1e6:.2f} M parameters, {_gib(engine):.2g} GiB on each device"
+            told.append(f"{path}, {size}, {_where(own)}, reads {reads}")
+        for (path, *_, own), judge in self.judges.items():
+            size = f"{_gib(judge.engine):.2g} GiB on each device with its KV cache"
+            told.append(f"judge {path}, executor {judge.engine.executor_name}, {size}, {_where(own)}")
         return {"reward models": "; ".join(told)} if told else {}
+
+
+def _judge_engines(asked: Sequence[Asked], is_deterministic: bool) -> dict[tuple[Any, ...], JudgeEngine]:
+    found: dict[tuple[Any, ...], JudgeEngine] = {}
+    for each in asked:
+        for judge in functions_of(getattr(each[0], "reward_fn", None)):
+            if isinstance(judge, LlmJudge) and judge.options.url is None:
+                _sampling(judge, is_deterministic)
+                own = judge.options
+                key = (own.model, *(getattr(own, name) for name in SERVING), judge.num_devices)
+                found[key] = found[key] if key in found else JudgeEngine.of(judge)
+                found[key] = found[key].checked(judge, each)
+                if judge not in found[key].judges:
+                    found[key].judges.append(judge)
+    return found
+
+
+def _where(own: int | None) -> str:
+    return f"on {counted(own, 'device')} of its own" if own else "on the devices of the rollouts"
+
+
+def _gib(engine: Engine) -> float:
+    return max(sum(parts.values()) for parts in engine.memory_bytes()) / 2**30
 
 
 def _engine(model: RewardModel, *others: RewardModel) -> RliteTrainEngine:
