@@ -39,8 +39,9 @@ from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
 from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel, max_positions
 from rlite.services.console.terminal import ConsoleReporter
-from rlite.trainer.model.modules import critic_module, policy_module
+from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import ModelOptions, OptimizerOptions
+from rlite.trainer.model.scorers import scorer_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +224,8 @@ def reward_memory(options: PlanConfig, name: str, reward: RewardOptions) -> dict
         given = {key: value for key in SERVING if (value := getattr(reward.judge, key)) is not None}
         served = rollout_memory(RolloutPlanOptions(**given), policy_module(path), options.device_memory_gib)
         return {f"weights, {given.get('dtype', 'bfloat16')},": served.weights, "KV cache": served.kv_cache}
-    check_scorer(path, f"reward.{name}.model={path}")
-    module = critic_module(path)
+    what = f"reward.{name}.model={path}"
+    module = scorer_module(path, what, check_scorer(path, what, reward.label))
     weights, gathered = _sharded(module, ModelOptions(model_name=path).dims(num_devices), num_devices)
     return {"weights, bfloat16,": weights, "gathered units": gathered}
 

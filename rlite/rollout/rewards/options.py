@@ -103,6 +103,8 @@ class RewardOptions(Options):
     """file.py:function, package.module:function, or the name of a reward that `--import` registers"""
     model: str | None = None
     """in place of path: folder or hub name of a reward model, such as `rlite rm` trains"""
+    label: str | None = None
+    """label whose logit is the score, by its name in id2label or its number, for a model with several"""
     num_devices: Count | None = None
     """devices that only score, for a model or a judge on an engine; null: it shares the devices of the rollouts"""
     judge: JudgeOptions | None = None
@@ -137,9 +139,12 @@ class RewardOptions(Options):
         if len(given) != 1:
             yield f"path: expected one of path, model and judge, found {' and '.join(given) or 'none'}"
         elif self.path is None:
-            read = {"weight", "timeout", "max_concurrent", *given, *(["num_devices"] if self.served_model else [])}
+            further = {"num_devices": self.served_model, "label": self.model}
+            read = {"weight", "timeout", "max_concurrent", *given, *(key for key, has in further.items() if has)}
             for key in set(self.changed) - read:
                 yield f"{key} is an option of functions or of another source than {given[0]}; leave it out"
+        elif self.label is not None:
+            yield "label is an option of reward.NAME.model"
         elif self.num_devices is not None:
             yield "num_devices is an option of reward.NAME.model; a function has processes"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,22 +20,26 @@ from rlite.data.chat.template import has_chat_template
 from rlite.data.rows import stream_of
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, WorkerError
 from rlite.nn.pretrained import load_config, load_tokenizer
+from rlite.restarts import RestartBudget
 from rlite.rollout.rewards.llm_judge import LlmJudge
-from rlite.rollout.rewards.models import RewardModel, functions_of, reward_models
+from rlite.rollout.rewards.models import RewardModel, Tokens, functions_of, reward_models
 from rlite.rollout.rewards.options import SERVING
 from rlite.rollout.workflow import PromptWorkflow, RolloutWorkflow, prompt_ids, prompt_text
 from rlite.runtime.parallel.tensor import max_positions
 from rlite.runtime.replicas.engine import Engine
-from rlite.trainer.model.modules import critic_module
 from rlite.trainer.model.options import ModelOptions, frozen_build_options
+from rlite.trainer.model.scorers import is_decoder, scorer_module
 from rlite.trainer.options import ServingOptions
 from rlite.types import GenerationHyperparameters, LLMRequest
 from rlite.wording import counted
 
+logger = logging.getLogger(__name__)
 MICROBATCH = 4096
 """tokens of a microbatch, unless a sequence is longer"""
+Key = tuple[str, int, int | None]
+"""checkpoint, number of its label, and number of own devices"""
 Asked = tuple[RolloutWorkflow, Sequence[Mapping[str, Any]], str]
 """a workflow, its prompts, and their option for messages"""
 
@@ -47,7 +54,7 @@ def own_scores(scores: Tensor, data: Mapping[str, Any]) -> Tensor:
     return scores.float()
 
 
-def score_rows(engine: RliteTrainEngine, is_alone: bool, rows: Sequence[Sequence[int]]) -> list[float]:
+def score_rows(engine: RliteTrainEngine, is_alone: bool, rows: Sequence[Tokens]) -> list[float]:
     """Return the score at the last token of each row.
 
     Args:
@@ -57,12 +64,55 @@ def score_rows(engine: RliteTrainEngine, is_alone: bool, rows: Sequence[Sequence
     """
     if is_alone and len(rows) > 1:
         return [score for row in rows for score in score_rows(engine, True, [row])]
-    lengths = torch.tensor([len(row) for row in rows])
-    input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
-    batch = TensorDict({"input_ids": input_ids, "attention_mask": mask}, batch_size=[len(rows)])
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    columns = {name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True) for name in rows[0]}
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    batch = TensorDict({**columns, "attention_mask": mask}, batch_size=[len(rows)])
     scores = engine.forward(batch, own_scores)
     return scores.gather(1, lengths[:, None] - 1)[:, 0].tolist()
+
+
+class RecoveringScores:
+    """The scores of an engine. If it loses workers, they are started again, and the same answers are scored again.
+
+    Nothing is lost and nothing counts twice: a call returns the scores of its own answers, once.
+
+    Args:
+        engine: holds a frozen model.
+        is_alone: see `score_rows`.
+        budget: of recoveries.
+    """
+
+    def __init__(self, engine: RliteTrainEngine, is_alone: bool, budget: RestartBudget) -> None:
+        self._engine, self._is_alone, self._budget = engine, is_alone, budget
+        self._turn = threading.Lock()  # of calls in threads: one recovers, and the others wait
+        self._began: list[float] = []
+
+    def __call__(self, rows: Sequence[Tokens]) -> list[float]:
+        """Return the score at the last token of each row.
+
+        Args:
+            rows: tokens of prompt and answer.
+
+        Raises:
+            WorkerError: a worker was lost, and the budget of recoveries is used up.
+        """
+        with self._turn:
+            while True:
+                try:
+                    if self._engine.has_died:
+                        self._recover()
+                    return score_rows(self._engine, self._is_alone, rows)
+                except WorkerError:
+                    if not self._engine.has_died or not self._budget.allows(self._began, time.monotonic()):
+                        raise
+
+    def _recover(self) -> None:
+        now = time.monotonic()
+        if self._budget.allows(self._began, now):
+            self._began.append(now)
+            self._engine.recover(None)
+            logger.warning("%s: its workers were started again after %.1f s", self._engine.name, time.monotonic() - now)
 
 
 @dataclass(frozen=True)
@@ -165,9 +215,9 @@ def _sampling(judge: LlmJudge, is_deterministic: bool) -> GenerationHyperparamet
 class RewardEngines:
     """The engines of all reward models of a run. A checkpoint that several rewards name has one engine."""
 
-    models: Mapping[tuple[str, int | None], Sequence[RewardModel]]
-    """reward models by checkpoint and number of own devices"""
-    engines: Mapping[tuple[str, int | None], RliteTrainEngine]
+    models: Mapping[Key, Sequence[RewardModel]]
+    """reward models by their engine"""
+    engines: Mapping[Key, RliteTrainEngine]
     """their engines"""
     judges: Mapping[tuple[Any, ...], JudgeEngine]
     """engines of judges by checkpoint, options of the engine and number of own devices"""
@@ -175,28 +225,42 @@ class RewardEngines:
     """tokens of the longest sequence"""
     is_deterministic: bool
     """a score has the same bits with any other answers"""
+    budget: RestartBudget
+    """of recoveries from lost workers of reward models"""
 
     @classmethod
-    def of(cls, asked: Sequence[Asked], length: int, is_deterministic: bool) -> RewardEngines:
+    def of(cls, asked: Sequence[Asked], length: int, is_deterministic: bool, max_recoveries: int = 0) -> RewardEngines:
         """Return the engines of the models in the rewards of workflows, which are not built yet.
 
         Args:
             asked: the workflows.
             length: tokens of the longest sequence.
             is_deterministic: a score has the same bits with any other answers.
+            max_recoveries: most recoveries of the engine of a reward model in an hour, after it has lost workers.
 
         Raises:
             ConfigError: a model or judge has no score head, no chat template, or a shorter context than the run needs;
                 a judge is to sample although `is_deterministic`.
             DataError: a model's chat template refuses a prompt.
         """
-        models: dict[tuple[str, int | None], list[RewardModel]] = {}
+        models: dict[Key, list[RewardModel]] = {}
+        engines: dict[Key, RliteTrainEngine] = {}
         for workflow, rows, where in asked:
             for model in reward_models(getattr(workflow, "reward_fn", None)):
+                key = model.path, model.label, model.num_devices
+                engines[key] = engines[key] if key in engines else _engine(model)
+                if not is_decoder(engines[key].module):
+                    model.use_encoder()
                 model.check(getattr(workflow, "tokenizer", None), () if stream_of(rows) else rows, length, where)
-                models.setdefault((model.path, model.num_devices), []).append(model)
-        engines = {key: _engine(*own) for key, own in models.items()}
-        return cls(models, engines, _judge_engines(asked, is_deterministic), length, is_deterministic)
+                models.setdefault(key, []).append(model)
+        return cls(
+            models,
+            engines,
+            _judge_engines(asked, is_deterministic),
+            length,
+            is_deterministic,
+            RestartBudget(max_recoveries),
+        )
 
     def build_apart(self, world: int, seed: int) -> int:
         """Place the models that have devices of their own, before other engines.
@@ -217,9 +281,9 @@ class RewardEngines:
                 f"reward.NAME.num_devices: reward models take {num_own} devices of their own, and there are {world} in "
                 "all. Give more (num_devices=2 launcher=ray), or leave it out: they share those of the rollouts"
             )
-        for path, own in self.engines:
-            if own is not None:
-                self._build((path, own), None, own, seed)
+        for chosen in self.engines:
+            if chosen[-1] is not None:
+                self._build(chosen, None, chosen[-1], seed)
         for key, judge in self.judges.items():
             if key[-1] is not None:
                 judge.build(key[-1], seed, self.is_deterministic, None)
@@ -240,12 +304,13 @@ class RewardEngines:
             if not judge.engine.is_built:
                 judge.build(num_devices, seed, self.is_deterministic, rollout)
 
-    def _build(self, key: tuple[str, int | None], beside: Engine | None, num_devices: int, seed: int) -> None:
+    def _build(self, key: Key, beside: Engine | None, num_devices: int, seed: int) -> None:
         model = ModelOptions(model_name=key[0], max_length_per_device=max(self.length, MICROBATCH))
         options = frozen_build_options(model.build_options(num_devices, seed), rlite.current_session().device)
         self.engines[key].build(**options, colocate_with=beside)
+        scores = RecoveringScores(self.engines[key], self.is_deterministic, self.budget)
         for each in self.models[key]:
-            each.scores = partial(score_rows, self.engines[key], self.is_deterministic)
+            each.scores = scores
 
     def release(self) -> None:
         """Free the devices."""
@@ -255,10 +320,11 @@ class RewardEngines:
     def topic(self) -> dict[str, str]:
         """Return each model's place, memory and what it reads, for the plan of built engines; {} without a model."""
         told = []
-        for (path, own), engine in self.engines.items():
-            reads = (
-                "the policy's tokens" if self.models[path, own][0].reads_tokens else "texts in its own chat template"
-            )
+        for key, engine in self.engines.items():
+            path, _, own = key
+            reads = "prompt and answer as texts" if self.models[key][0].is_encoder else "texts in its own chat template"
+            if self.models[key][0].reads_tokens:
+                reads = "the policy's tokens"
             size = f"{engine.num_parameters / 1e6:.2f} M parameters, {_gib(engine):.2g} GiB on each device"
             told.append(f"{path}, {size}, {_where(own)}, reads {reads}")
         for (path, *_, own), judge in self.judges.items():
@@ -290,8 +356,5 @@ def _gib(engine: Engine) -> float:
     return max(sum(parts.values()) for parts in engine.memory_bytes()) / 2**30
 
 
-def _engine(model: RewardModel, *others: RewardModel) -> RliteTrainEngine:
-    module = critic_module(model.path)
-    if not hasattr(module, "score"):
-        raise ConfigError(f"{model.what}: its class has no head `score`; expected a decoder, such as `rlite rm` trains")
-    return RliteTrainEngine(module)
+def _engine(model: RewardModel) -> RliteTrainEngine:
+    return RliteTrainEngine(scorer_module(model.path, model.what, model.label))
