@@ -78,7 +78,7 @@ MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, Cal
 MAX_MODEL_LEN = 16_384
 """longest sequence, in tokens, if neither `max_model_len` nor the prompts say it"""
 MAX_RECOVERIES = 3
-"""of the engine of a reward model in an hour, as of replicas"""
+"""most recoveries of the engine of a reward model in an hour, as many as of replicas"""
 MAX_FAILURES = 16
 """items with failures, and no success before them, that end the command"""
 HARNESS = "rlite.evaluation.lm_eval"

@@ -127,6 +127,14 @@ def made(
     """Return a module on meta of a class with the carrier's methods.
 
     Checkpoints identify a module by the carrier's name.
+
+    Args:
+        class_of: returns the class of a checkpoint with a carrier.
+        carrier: has the methods.
+        path: folder or hub name of the checkpoint.
+        optimizer_options: see `policy_module`.
+        lora: see `policy_module`.
+        no_dropout: train without the dropout of the checkpoint's config.
     """
     if not no_dropout:
         carrier = type(carrier.__name__, (carrier,), {"_keeps_dropout": True})

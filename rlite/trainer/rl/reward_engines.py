@@ -226,7 +226,7 @@ class RewardEngines:
     is_deterministic: bool
     """a score has the same bits with any other answers"""
     budget: RestartBudget
-    """of recoveries from lost workers of reward models"""
+    """limit on recoveries from lost workers of reward models"""
 
     @classmethod
     def of(cls, asked: Sequence[Asked], length: int, is_deterministic: bool, max_recoveries: int = 0) -> RewardEngines:
