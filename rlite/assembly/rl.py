@@ -105,7 +105,9 @@ class Parts:
         watching = [*self.run.callbacks.by_name.values()]
         self.prompts = sampled(watching, self.data, uniform, num_prompts, trainer.seed)
         self.loss = maker.policy_loss()
-        self.rewards = RewardEngines.of(asked, self.context.length, options.rollout.deterministic)
+        self.rewards = RewardEngines.of(
+            asked, self.context.length, options.rollout.deterministic, trainer.max_recoveries
+        )
         self.device_plan = DevicePlan(options, self.context.length, self.rewards)
         self.engines = engines = self.device_plan.engines
         self.rollouts = maker.rollouts(engines, workflow, self.prompts, self.device_plan.routing)

@@ -27,6 +27,7 @@ from rlite.imports import find_function
 from rlite.nn.pretrained import load_tokenizer
 from rlite.rollout import GenerationHyperparameters, RolloutWorkflow, ScriptedEngine
 from rlite.rollout.environments.file import CONTRACTS, contract_of
+from rlite.rollout.environments.tool_episodes import ToolEnvironmentWorkflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.workflow import ToolUseWorkflow
@@ -46,6 +47,15 @@ MISSING = re.compile(r"KeyError|missing .*argument")
 """failures that a column of the rows may mend"""
 EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
 """an argument of each type of JSON; others are texts"""
+
+
+STEPS = {name: name for name in ("reset", "step", "reward", "close")} | {"make": "reset", "__aexit__": "close"}
+STEPS |= dict.fromkeys(("call", "_call"), "a call of a tool")
+"""steps of an episode by the names of methods that wait for them"""
+LONGEST_BEGIN_S = 60.0
+"""seconds for an environment to say its tools"""
+CLOSING_S = 5.0
+"""seconds for an episode to close after its time is up"""
 
 
 @dataclass(frozen=True)
@@ -160,9 +170,17 @@ def play(
         text = texts[min(next(turns), len(texts) - 1)] or " "
         return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
+    late = ""
+
     async def run() -> Any:
-        async with asyncio.timeout(options.timeout):
-            return await workflow.arun_episode(ScriptedEngine(answer), dict(rows[row]))
+        nonlocal late
+        task = asyncio.ensure_future(workflow.arun_episode(ScriptedEngine(answer), dict(rows[row])))
+        if not (await asyncio.wait([task], timeout=options.timeout))[0]:
+            late = step_of(task.get_coro())
+            task.cancel()
+            await asyncio.wait([task], timeout=CLOSING_S)
+            raise TimeoutError
+        return task.result()
 
     try:
         found = asyncio.run(run())
@@ -172,9 +190,23 @@ def play(
         check_has(found, *TRAINED_ON)
         return Played(row, script, found)
     except TimeoutError:
-        return Played(row, script, None, f"an episode ran for more than {options.timeout:g} s")
+        where = f"{late} did not end" if late else "it did not end"
+        return Played(row, script, None, f"an episode ran for more than {options.timeout:g} s (timeout): {where}")
     except Exception as error:  # of the user's code
         return Played(row, script, None, f"{type(error).__name__}: {error}")
+
+
+def step_of(coroutine: Any) -> str:
+    """Return what an episode waits for: reset, step, reward, close or a tool; "" if it is none of them."""
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        name, owner = frame.f_code.co_name, type(frame.f_locals.get("self")).__name__
+        method = frame.f_locals.get("method")
+        if name == "__call__" and "Reward" in owner:
+            return "reward"
+        if (step := method if isinstance(method, str) else name) in STEPS:
+            return STEPS[step]
+        coroutine = coroutine.cr_await
+    return ""
 
 
 def script_of(options: EnvConfig, workflow: RolloutWorkflow, row: Mapping[str, Any], script: int) -> list[str]:
@@ -190,12 +222,30 @@ def script_of(options: EnvConfig, workflow: RolloutWorkflow, row: Mapping[str, A
     known = [*options.answers, *map(str, (row.get(name) for name in ("answer", "solution") if name in row)), *own]
     texts = [*dict.fromkeys([*known, *TEXTS])]
     text = texts[script % len(texts)]
-    if not isinstance(workflow, ToolUseWorkflow):
+    schemas = schemas_of(workflow, row)
+    if not schemas:
         return [text, *texts]
-    calls = [example_call(schema, text) for schema in workflow.toolbox.schemas]
+    calls = [example_call(schema, text) for schema in schemas]
     call = calls[script % len(calls)]
     written = json.dumps({"name": call.name, "arguments": call.arguments})
     return [f"<tool_call>{written}</tool_call>", text]
+
+
+def schemas_of(workflow: RolloutWorkflow, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of a workflow's tools; those of an environment are known when an episode begins."""
+    if isinstance(workflow, ToolUseWorkflow):
+        return workflow.toolbox.schemas
+    if not isinstance(workflow, ToolEnvironmentWorkflow):
+        return []
+
+    async def begun() -> Sequence[Mapping[str, Any]]:
+        async with asyncio.timeout(LONGEST_BEGIN_S), workflow.environment.episode(row) as episode:
+            return list(episode.schemas)
+
+    try:
+        return asyncio.run(begun())
+    except Exception:  # the episode itself reports it
+        return []
 
 
 def example_call(schema: Mapping[str, Any], text: str) -> ToolCall:

@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Le
 
 from rlite.backends.fsdp2.options import Dtype
 from rlite.config import Count, Natural, Positive, Seed
+from rlite.rollout.rewards.options import RewardOptions, Rewards
 from rlite.trainer.model.options import LayoutOptions, OptimizerName
 from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions, TrainerOptions
 
@@ -173,11 +174,27 @@ class PlanConfig(LayoutOptions, AnnouncedOptions):
     the plan says which options would save memory in training"""
     rollout: RolloutPlanOptions | None = None
     """the engine that generates on the same devices; null plans training alone"""
+    reward: Rewards = {}
+    """rewards as for `rlite ppo`; those of models are counted, on the same devices or on their own (num_devices)"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a replica size that does not divide the devices."""
-        if self.rollout is not None and self.num_devices % self.rollout.tp_size:
-            yield f"rollout.tp_size={self.rollout.tp_size} does not divide num_devices={self.num_devices}"
+        """Yield a message for rewards that take all devices, and for a replica size that does not divide the rest."""
+        if self.num_shared < 1:
+            taken = self.num_devices - self.num_shared
+            yield f"reward.NAME.num_devices: rewards take {taken} devices, and num_devices={self.num_devices} in all"
+        elif self.rollout is not None and self.num_shared % self.rollout.tp_size:
+            yield f"rollout.tp_size={self.rollout.tp_size} does not divide num_devices={self.num_shared}"
+
+    @property
+    def served_rewards(self) -> dict[str, RewardOptions]:
+        """The rewards that a model on devices gives, by name; one of those that name the same model."""
+        served = {(own.served_model, own.num_devices): name for name, own in self.reward.items() if own.served_model}
+        return {name: self.reward[name] for name in served.values()}
+
+    @property
+    def num_shared(self) -> int:
+        """Devices that train and generate: all that are no reward's own."""
+        return self.num_devices - sum(own.num_devices or 0 for own in self.served_rewards.values())
 
 
 class QuickstartRunOptions(TrainerOptions):

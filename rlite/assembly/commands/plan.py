@@ -2,6 +2,7 @@
 
     rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
     rlite plan ... optimizer=muon rollout.tp_size=4 rollout.max_model_len=8192 device_memory_gib=80
+    rlite plan ... rollout.tp_size=4 reward.rm.model=REWARD_MODEL reward.rm.num_devices=8
 
 The model is made on meta and really sharded, over a process group that only pretends; no weight is read.
 
@@ -10,7 +11,8 @@ The memory of the engine that generates, for `rlite plan`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +33,15 @@ from rlite.backends.models.mixers import check_not_split, find_mixers
 from rlite.backends.models.stored import transformers_class
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
+from rlite.rollout.rewards.models import check_scorer
+from rlite.rollout.rewards.options import SERVING, RewardOptions
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
 from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel, max_positions
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.model.modules import policy_module
-from rlite.trainer.model.options import OptimizerOptions
+from rlite.trainer.model.options import ModelOptions, OptimizerOptions
+from rlite.trainer.model.scorers import scorer_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +146,7 @@ def plan(options: PlanConfig) -> dict[str, str]:
         name=options.optimizer, lr=1.0, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1
     )
     module = policy_module(options.model_name, optimizer)
-    dims = options.dims(options.num_devices)
+    dims = options.dims(options.num_shared)
     if dims.expert > 1:
         check_expert_parallel(module, dims.expert)
     told = {"experts": expert_parallel_plan(module, dims)} if experts_of(module) else {}
@@ -150,33 +155,10 @@ def plan(options: PlanConfig) -> dict[str, str]:
     rollout = None
     if options.rollout is not None:
         rollout = rollout_memory(options.rollout, module, options.device_memory_gib)
-    dist.init_process_group("fake", rank=0, world_size=options.num_devices, store=FakeStore())
-    try:
-        mesh = make_mesh("cpu", range(options.num_devices), 0, dims)
-        experts = module.prepare_experts(mesh, Fsdp2Options(ep_size=dims.expert))
-        if dims.tensor > 1:
-            module.parallelize(mesh.tensor)
-        units = module.fsdp_units()
-        compute, master = (getattr(torch, name) for name in (options.compute_dtype, options.param_dtype))
-        gathered = 2 * max(_local_numel(unit) for unit in units) * compute.itemsize
-        shard(module, units, mesh, compute, master, experts)
-        weights = _local_numel(module) * master.itemsize
-        num_states = sum(
-            (MUON_STATES if group.is_muon else ADAMW_STATES) * local_tensor(module.get_parameter(name)).numel()
-            for group in module.parameter_groups
-            for name in group.names
-        )
-    finally:
-        dist.destroy_process_group()
-    hidden = module.config.get_text_config().hidden_size
-    parts = {
-        f"weights, {options.param_dtype}": weights,
-        "gradients": weights,
-        f"optimizer, {options.optimizer}": num_states * master.itemsize,
-        f"gathered units, {options.compute_dtype}": gathered,
-        "layers' inputs": len(units) * options.max_length_per_device * hidden * compute.itemsize,
-    }
-    parts["training together"] = training = sum(parts.values())
+    with _pretended_group(options.num_devices):
+        parts = training_memory(options, module, dims)
+        rewards = {name: reward_memory(options, name, own) for name, own in options.served_rewards.items()}
+    training = parts["training together"]
     if options.rollout is not None and rollout is not None:
         parts |= {
             f"rollout weights, {options.rollout.dtype}": rollout.weights,
@@ -184,13 +166,100 @@ def plan(options: PlanConfig) -> dict[str, str]:
             "generation together": rollout.total,
             "both, if they do not take turns": training + rollout.total,
         }
+    for name, own in rewards.items():
+        parts |= {f"{topic} of reward {name}": size for topic, size in own.items()}
+    shared = sum(sum(own.values()) for name, own in rewards.items() if options.reward[name].num_devices is None)
+    if shared:
+        parts["rewards beside generation, together"] = shared + (0 if rollout is None else rollout.total)
+    apart = options.num_devices - options.num_shared
     return {
         "model": f"{options.model_name}, {num_parameters / 1e9:.2f} B parameters",
         **told,
-        "devices": f"{options.num_devices} = {dims}",
+        "devices": f"{options.num_shared} = {dims}" + (f", and {apart} for rewards" if apart else ""),
         **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
         "not counted": "activations inside one layer, and what the libraries take for themselves",
     }
+
+
+def training_memory(options: PlanConfig, module: Any, dims: ParallelDims) -> dict[str, int]:
+    """Return the bytes of training on the first device by their use, after sharding the module on meta.
+
+    Args:
+        options: types of numbers, and the optimizer.
+        module: the model, on meta.
+        dims: division of work over the devices.
+    """
+    compute, master = (getattr(torch, name) for name in (options.compute_dtype, options.param_dtype))
+    num_units = len(module.fsdp_units())
+    weights, gathered = _sharded(module, dims, options.num_shared, compute, master)
+    num_states = sum(
+        (MUON_STATES if group.is_muon else ADAMW_STATES) * local_tensor(module.get_parameter(name)).numel()
+        for group in module.parameter_groups
+        for name in group.names
+    )
+    hidden = module.config.get_text_config().hidden_size
+    parts = {
+        f"weights, {options.param_dtype}": weights,
+        "gradients": weights,
+        f"optimizer, {options.optimizer}": num_states * master.itemsize,
+        f"gathered units, {options.compute_dtype}": gathered,
+        "layers' inputs": num_units * options.max_length_per_device * hidden * compute.itemsize,
+    }
+    return {**parts, "training together": sum(parts.values())}
+
+
+def reward_memory(options: PlanConfig, name: str, reward: RewardOptions) -> dict[str, int]:
+    """Return the bytes that the model of a reward takes on each of its devices, by their use.
+
+    Args:
+        options: the devices.
+        name: name of the reward.
+        reward: names the model.
+
+    Raises:
+        ConfigError: the checkpoint gives no score.
+    """
+    num_devices, path = reward.num_devices or options.num_shared, str(reward.served_model)
+    if reward.judge is not None:
+        given = {key: value for key in SERVING if (value := getattr(reward.judge, key)) is not None}
+        served = rollout_memory(RolloutPlanOptions(**given), policy_module(path), options.device_memory_gib)
+        return {f"weights, {given.get('dtype', 'bfloat16')},": served.weights, "KV cache": served.kv_cache}
+    what = f"reward.{name}.model={path}"
+    module = scorer_module(path, what, check_scorer(path, what, reward.label))
+    weights, gathered = _sharded(module, ModelOptions(model_name=path).dims(num_devices), num_devices)
+    return {"weights, bfloat16,": weights, "gathered units": gathered}
+
+
+def _sharded(
+    module: Any,
+    dims: ParallelDims,
+    world: int,
+    compute: torch.dtype = torch.bfloat16,
+    master: torch.dtype | None = None,
+) -> tuple[int, int]:
+    """Shard a module on meta.
+
+    Returns:
+        The bytes of its weights, and of its largest gathered units, on the first device.
+    """
+    master = master or compute
+    mesh = make_mesh("cpu", range(world), 0, dims)
+    experts = module.prepare_experts(mesh, Fsdp2Options(ep_size=dims.expert))
+    if dims.tensor > 1:
+        module.parallelize(mesh.tensor)
+    units = module.fsdp_units()
+    gathered = 2 * max(_local_numel(unit) for unit in units) * compute.itemsize
+    shard(module, units, mesh, compute, master, experts)
+    return _local_numel(module) * master.itemsize, gathered
+
+
+@contextmanager
+def _pretended_group(world: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _savings(options: PlanConfig, module: Any, dims: ParallelDims) -> dict[str, str]:

@@ -77,6 +77,8 @@ MakeWorkflow = Callable[[GenerationHyperparameters, PreTrainedTokenizerBase, Cal
 """makes a workflow of its sampling, the tokenizer, and a function that returns the longest sequence of several turns"""
 MAX_MODEL_LEN = 16_384
 """longest sequence, in tokens, if neither `max_model_len` nor the prompts say it"""
+MAX_RECOVERIES = 3
+"""most recoveries of the engine of a reward model in an hour, as many as of replicas"""
 MAX_FAILURES = 16
 """items with failures, and no success before them, that end the command"""
 HARNESS = "rlite.evaluation.lm_eval"
@@ -461,7 +463,7 @@ class PromptAnswers:
             self._set = EvaluationSet(candidate.name, items, workflow, options.samples)
             self._context = request.known_context(self._set, model, limit) or if_unknown()
             asked = [(workflow, items, request.where)]
-            self._rewards = RewardEngines.of(asked, self._context, options.deterministic)
+            self._rewards = RewardEngines.of(asked, self._context, options.deterministic, MAX_RECOVERIES)
 
     def run(self) -> None:
         """Generate the missing samples in the current session; each goes to the journal as it ends.

@@ -13,6 +13,7 @@ from rlite.rollout.registry import find_reward
 from rlite.rollout.rewards.adapters import TrlReward, call_selectively, from_trl, from_verl, signature_of, takes_all
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.groups import GroupReward
+from rlite.rollout.rewards.llm_judge import LlmJudge
 from rlite.rollout.rewards.models import BATCH, RewardModel
 from rlite.rollout.rewards.options import RewardOptions
 from rlite.rollout.rewards.weighted import Part, WeightedRewards
@@ -30,7 +31,7 @@ _GIVEN = {
 """arguments that do not come from a column of their name, or that need no such column"""
 _UNHASHABLE = {"prompt_ids", "completion_ids", "extra_info"}
 """arguments of one completion that are lists or dicts"""
-SOURCES = ("path", "model", "num_devices", "judge")
+SOURCES = ("path", "model", "label", "num_devices", "judge")
 """options that say what scores"""
 Kind = Literal["rlite", "TRL", "verl"]
 Row = Mapping[str, Any]
@@ -237,11 +238,9 @@ def _served(name: str, options: RewardOptions, key: str) -> ChosenReward:
     limits: dict[str, Any] = {"timeout": options.timeout, "max_concurrent": options.max_concurrent, "in_process": True}
     if options.judge is None:
         what = f"{key}.model={options.model}"
-        fn: Any = RewardModel(str(options.model), what, options.num_devices)
+        fn: Any = RewardModel(str(options.model), what, options.num_devices, options.label)
         function = RewardFunction(fn, batch_size=BATCH, what=f"reward {name}", **limits)
         return ChosenReward(name, what, options, function, Adapted(fn, "rlite", ()))
-    from rlite.rollout.rewards.llm_judge import LlmJudge  # aiohttp is optional
-
-    fn = LlmJudge(options.judge, f"{key}.judge")
+    fn = LlmJudge(options.judge, f"{key}.judge", options.num_devices)
     function = RewardFunction(fn, what=f"reward {name}", **limits)
     return ChosenReward(name, f"{key}.judge", options, function, Adapted(fn, "rlite", fn.columns))

@@ -1,4 +1,4 @@
-"""Rewards from an LLM judge: a server with OpenAI's chat API scores an answer by a rubric.
+"""Rewards from an LLM judge: a model on a server with OpenAI's chat API, or on an engine, scores an answer by a rubric.
 
 The last line of the judge's reply must be `Score: NUMBER` in the range of the rubric. Any other reply is a failure with
 a reason, never a zero: a zero for a reply that was cut would teach the policy to confuse its judge.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlite.errors import ConfigError, RliteError, shortened
-from rlite.imports import optional
+from rlite.imports import require
 from rlite.rollout.rewards.options import JudgeOptions
 from rlite.rollout.rewards.score import Unusable
 from rlite.runtime.storage.secrets import read_secret
 
-with optional("LLM judges need", "agents"):
-    import aiohttp
-
+Ask = Callable[[str], Awaitable[Any]]
+"""message of the user -> the judge's reply, or an `Unusable`"""
 MAX_REPLY = 1 << 20
 """bytes of a reply, and of a key"""
 ASKED = """{rubric}
@@ -47,17 +47,32 @@ class LlmJudge:
     Args:
         options: the judge and its rubric.
         what: key of the options, for error messages.
+        num_devices: devices that only judge, for a judge without a server; None: it shares those of the rollouts.
 
     Raises:
         ConfigError: the key is missing, or others can read its file; the file of the rubric cannot be read.
     """
 
-    def __init__(self, options: JudgeOptions, what: str = "judge") -> None:
-        self.options, self.what = options, what
+    def __init__(self, options: JudgeOptions, what: str = "judge", num_devices: int | None = None) -> None:
+        self.options, self.what, self.num_devices = options, what, num_devices
         self.rubric = options.rubric_text(what)
         self.columns = tuple(dict.fromkeys(_COLUMN.findall(self.rubric)))
         """columns of a row that the rubric names"""
         self._key = _key(options, what)
+        self.ask: Ask | None = None
+        """None: the judge is on no engine yet"""
+        if options.url is not None:
+            require("LLM judges on a server need", "agents", "aiohttp")
+            self.ask = self._ask_server
+
+    def question(self, data: Mapping[str, Any]) -> str:
+        """Return the message to the judge.
+
+        Args:
+            data: texts of the prompt and of its answer, `completions`, and the row's other columns.
+        """
+        rubric = _COLUMN.sub(lambda found: str(data[found[1]]), self.rubric)
+        return ASKED.format_map({**data, **dict(self.options), "rubric": rubric})
 
     async def __call__(self, /, **data: Any) -> float | Unusable:
         """Return the judge's score of an answer, or why it has none.
@@ -67,21 +82,27 @@ class LlmJudge:
 
         Raises:
             RliteError: the server refused the request.
+            ConfigError: the judge is on no engine.
         """
-        rubric = _COLUMN.sub(lambda found: str(data[found[1]]), self.rubric)
-        return self._score_in(await self._reply(ASKED.format_map({**data, **dict(self.options), "rubric": rubric})))
+        if self.ask is None:
+            raise ConfigError(f"{self.what}: the judge is on no engine; rlite ppo, grpo and eval put it there")
+        said = await self.ask(self.question(data))
+        return self._score_in(said) if isinstance(said, str) else said
 
-    def _score_in(self, reply: bytes) -> float | Unusable:
-        try:
-            said = json.loads(reply)["choices"][0]["message"]["content"]
-            last = said.strip().rpartition("\n")[2]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return Unusable(f"no score: the judge's reply is no chat completion: {self._shown(reply)}")
+    def _score_in(self, said: str) -> float | Unusable:
+        last = said.strip().rpartition("\n")[2]
         options, found = self.options, _SCORE.fullmatch(last.strip())
         if found is None or not options.lowest <= float(found[1]) <= options.highest:
             expected = f"expected `Score: NUMBER`, from {options.lowest:g} to {options.highest:g}"
             return Unusable(f"no score: the judge's last line is {shortened(last)}; {expected}")
         return float(found[1])
+
+    async def _ask_server(self, text: str) -> str | Unusable:
+        reply = await self._reply(text)
+        try:
+            return json.loads(reply)["choices"][0]["message"]["content"] + ""
+        except (ValueError, LookupError, TypeError):
+            return Unusable(f"no score: the judge's reply is no chat completion: {self._shown(reply)}")
 
     async def _reply(self, text: str) -> bytes:
         """Return the body of the server's answer to one message. The reward's time-out ends the wait.
@@ -89,6 +110,8 @@ class LlmJudge:
         Raises:
             RliteError: the server refused the request, or its answer has no end.
         """
+        import aiohttp  # optional
+
         own = self.options
         url = f"{str(own.url).rstrip('/')}/chat/completions"
         asked = {"model": own.model, "messages": [{"role": "user", "content": text}], "max_tokens": own.max_new_tokens}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, Field, model_validator
 
 from rlite.config import Count, Finite, Options, Positive, Seconds
@@ -21,13 +22,18 @@ PATIENCE = 120.0
 """seconds of a call of a model or a judge, which waits for others"""
 
 
-class JudgeOptions(Options):
-    """An LLM that scores answers by a rubric, on a server with OpenAI's chat API."""
+SERVING = ("executor", "tp_size", "dtype", "gpu_memory_utilization", "max_num_seqs", "max_model_len")
+"""options of a judge's own engine"""
 
-    url: str
-    """address of the server without /chat/completions, such as http://127.0.0.1:8000/v1 of `rlite serve`"""
+
+class JudgeOptions(Options):
+    """An LLM that scores answers by a rubric, on a server with OpenAI's chat API or on an engine of the run."""
+
+    url: str | None = None
+    """address of the server without /chat/completions, such as http://127.0.0.1:8000/v1 of `rlite serve`; null: an
+    engine of the run serves the judge"""
     model: str
-    """name of the model on the server"""
+    """name of the model on the server; without url, folder or hub name of the checkpoint"""
     rubric: str
     """criteria of the judge, a text, or a file that ends in .md or .txt; {NAME} is the row's column of this name"""
     lowest: Finite = 0.0
@@ -41,11 +47,29 @@ class JudgeOptions(Options):
     key_file: str | None = None
     """file that holds the server's key, which nobody else can read (mode 0600)"""
     options: dict[str, Any] = {}
-    """further fields of the request, such as {reasoning_effort: low}"""
+    """further fields of the request, such as {reasoning_effort: low}; of an engine, sampling parameters and
+    chat_template_kwargs"""
+    executor: str = "torch"
+    """inference executor of the judge's engine, such as vllm"""
+    tp_size: Count = 1
+    """devices that share one replica of the judge's engine"""
+    dtype: str | None = None
+    """type of the judge's weights on its engine; default: the checkpoint's"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.3
+    """share of a GPU's memory for the judge's engine, beside that of the rollouts"""
+    max_num_seqs: Count = 64
+    """answers that a replica of the judge's engine judges at once"""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """longest question and reply of the judge's engine, in tokens; default: as the longest prompt and answer need"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for an address that is none or holds a secret, for two keys, and for an empty range."""
-        parts = urlsplit(self.url)
+        """Yield a message for an unusable address, for options that its place does not read, and an empty range."""
+        changed = self.model_dump(exclude_defaults=True)
+        unread = ("key_env", "key_file") if self.url is None else SERVING
+        place = "on a server (url)" if self.url is None else "on an engine (no url)"
+        for key in changed.keys() & {*unread}:
+            yield f"{key} is an option of a judge {place}; leave it out"
+        parts = urlsplit(self.url or "http://engine")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             yield f"url={self.url}: expected http://HOST:PORT/v1 or https://HOST/v1"
         if parts.username or parts.password or parts.query:
@@ -79,8 +103,10 @@ class RewardOptions(Options):
     """file.py:function, package.module:function, or the name of a reward that `--import` registers"""
     model: str | None = None
     """in place of path: folder or hub name of a reward model, such as `rlite rm` trains"""
+    label: str | None = None
+    """label whose logit is the score, by its name in id2label or its number, for a model with several"""
     num_devices: Count | None = None
-    """devices that only score, for a model; null: the model shares the devices of the rollouts"""
+    """devices that only score, for a model or a judge on an engine; null: it shares the devices of the rollouts"""
     judge: JudgeOptions | None = None
     """in place of path: an LLM that scores answers by a rubric"""
     weight: Finite = 1.0
@@ -113,16 +139,26 @@ class RewardOptions(Options):
         if len(given) != 1:
             yield f"path: expected one of path, model and judge, found {' and '.join(given) or 'none'}"
         elif self.path is None:
-            read = {"weight", "timeout", "max_concurrent", *given, *(["num_devices"] if self.model else [])}
+            further = {"num_devices": self.served_model, "label": self.model}
+            read = {"weight", "timeout", "max_concurrent", *given, *(key for key, has in further.items() if has)}
             for key in set(self.changed) - read:
                 yield f"{key} is an option of functions or of another source than {given[0]}; leave it out"
+        elif self.label is not None:
+            yield "label is an option of reward.NAME.model"
         elif self.num_devices is not None:
             yield "num_devices is an option of reward.NAME.model; a function has processes"
 
     @property
+    def served_model(self) -> str | None:
+        """Checkpoint of the reward model, or of the judge on an engine; None without either."""
+        return self.judge.model if self.judge is not None and self.judge.url is None else self.model
+
+    @property
     def source(self) -> str:
-        """The function, the model, or the judge with its server."""
-        return self.path or self.model or (f"judge {self.judge.model} at {self.judge.url}" if self.judge else "")
+        """The function, the model, or the judge with its place."""
+        if (judge := self.judge) is not None:
+            return f"judge {judge.model} at {judge.url}" if judge.url else f"judge {judge.model}"
+        return self.path or self.model or ""
 
     @property
     def default_name(self) -> str:

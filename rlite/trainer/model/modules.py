@@ -89,7 +89,7 @@ def policy_module(
         lora: train adapters beside the weights, and only the adapters.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
-    return _made(causal_lm_class, PolicyModule, path, optimizer_options, lora, disable_dropout)
+    return made(causal_lm_class, PolicyModule, path, optimizer_options, lora, disable_dropout)
 
 
 def critic_module(
@@ -106,7 +106,7 @@ def critic_module(
         lora: train the head, and adapters beside the other weights.
         disable_dropout: train without the dropout of the checkpoint's config.
     """
-    return _made(score_class, CriticModule, path, optimizer_options, lora, disable_dropout)
+    return made(score_class, CriticModule, path, optimizer_options, lora, disable_dropout)
 
 
 def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_steps: int) -> RliteTrainEngine:
@@ -121,10 +121,21 @@ def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_s
     return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
 
 
-def _made(
+def made(
     class_of: Callable[..., Any], carrier: Any, path: str | Path, optimizer_options: Any, lora: Any, no_dropout: bool
 ) -> Any:
-    """Return a module of a class with the carrier's methods. Checkpoints identify a module by the carrier's name."""
+    """Return a module on meta of a class with the carrier's methods.
+
+    Checkpoints identify a module by the carrier's name.
+
+    Args:
+        class_of: returns the class of a checkpoint with a carrier.
+        carrier: has the methods.
+        path: folder or hub name of the checkpoint.
+        optimizer_options: see `policy_module`.
+        lora: see `policy_module`.
+        no_dropout: train without the dropout of the checkpoint's config.
+    """
     if not no_dropout:
         carrier = type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
     cls = class_of(path, carrier)

@@ -203,6 +203,12 @@ def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, powe
         yield f"lr_end={lr_end}: expected less than lr={lr}, the peak from which the rate falls"
 
 
+K1_IS_NO_LOSS = (
+    "loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add noise and no "
+    "penalty. Use k2, whose gradient is that of the KL, or kl.type=reward, where k1 is unbiased"
+)
+
+
 def check_kl_loss(estimator: KLEstimator) -> None:
     """Check that an estimator of the KL can be a loss.
 
@@ -210,10 +216,7 @@ def check_kl_loss(estimator: KLEstimator) -> None:
         ConfigError: its gradient is 0 in expectation.
     """
     if estimator == "k1":
-        raise ConfigError(
-            "kl.loss_estimator=k1: its gradient is that of log pi, which is 0 in expectation, so that it would add "
-            "noise and no penalty. Use k2, whose gradient is that of the KL, or kl.type=reward, where k1 is unbiased"
-        )
+        raise ConfigError(f"kl.{K1_IS_NO_LOSS}")
 
 
 class FrozenModelOptions(Options):

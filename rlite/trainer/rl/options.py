@@ -20,6 +20,7 @@ from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out import HeldOutPromptOptions
 from rlite.trainer.model.options import (
+    K1_IS_NO_LOSS,
     FrozenModelOptions,
     ModelOptions,
     OptimizerName,
@@ -38,7 +39,7 @@ from rlite.trainer.options import (
 )
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.sampling.sampler import UNIFORM, SamplerOptions
-from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, RoutingSource, Schedule
+from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, RoutingSource, Schedule
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
@@ -221,12 +222,17 @@ class KlOptions(Options):
     """weight of the KL term"""
     reward_estimator: KLEstimator = "k1"
     """estimator of the types reward and advantage"""
-    loss_estimator: KLLossEstimator = "k2"
+    loss_estimator: KLEstimator = "k2"
     """estimator of the type loss; k1 is none, because its gradient is 0 in expectation"""
     adaptive_target: FinitePositive | None = None
     """mean KL of a token towards which coef is adapted after each step; null keeps coef as it is"""
     adaptive_horizon: FinitePositive = 10000.0
     """sequences in which coef is adapted: the smaller, the faster"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield why an estimator is no loss."""
+        if self.loss_estimator == "k1":
+            yield K1_IS_NO_LOSS
 
 
 class AdvantageOptions(Options):
@@ -420,6 +426,12 @@ class PpoConfig(LaunchOptions):
             yield (
                 f"actor.update_per_rollout={self.actor.update_per_rollout}: a rollout of {num_rows} sequences "
                 "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
+            )
+        is_paid_by_token = self.kl.type in ("reward", "advantage") or self.adv.gamma != 1 or self.adv.credit == OWN
+        if num_rows == 1 and self.adv.estimator == "reinforce" and not is_paid_by_token:
+            yield (
+                "train_data.prompts_per_rollout=1, responses_per_prompt=1: the baseline of a batch of one response is "
+                "its own reward, so every advantage is 0; use more of either, or adv.estimator=gae"
             )
         yield from self._problems_of_gdpo()
         if self.adv.estimator in OWN_ESTIMATORS:

@@ -12,11 +12,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.errors import ConfigError, DataError
-from rlite.rollout import SingleTurnWorkflow
 from rlite.rollout.failures import RewardInvalid, RewardRaised
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.models import RewardModel
-from rlite.trainer.rl.reward_engines import RewardEngines
 from tests.agents import tokenizer_with
 from tests.tiny import build_model_dir
 
@@ -45,13 +43,11 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> No
         RewardModel(scorer(tmp_path, num_labels=3))
 
 
-def test_an_encoder_is_refused_before_it_is_placed(tmp_path: Path) -> None:
-    path = scorer(tmp_path, kind="bert")
-    workflow = SingleTurnWorkflow(
-        RewardFunction(RewardModel(path), in_process=True, batch_size=4), {"max_new_tokens": 4}, byte_tokenizer()
-    )
-    with pytest.raises(ConfigError, match="no head `score`"):
-        RewardEngines.of([(workflow, [{"prompt": "a"}], "train_data")], 8, False)
+def test_a_label_is_named_by_its_name_or_its_number(tmp_path: Path) -> None:
+    path = scorer(tmp_path, num_labels=2, id2label={0: "bad", 1: "good"})
+    assert [RewardModel(path, label=label).label for label in ("good", "0")] == [1, 0]
+    with pytest.raises(ConfigError, match="label=god: did you mean 'good'"):
+        RewardModel(path, label="god")
 
 
 def test_sequences_that_may_outgrow_the_model_are_refused_before_work_starts(tmp_path: Path) -> None:
@@ -77,7 +73,7 @@ def read(model: RewardModel, **row: Any) -> list[int]:
     model.scores = keep
     asyncio.run(RewardFunction(model, in_process=True, batch_size=4)(**row))
     [found] = rows
-    return found
+    return list(found["input_ids"])
 
 
 def test_the_policys_own_tokens_are_read_if_vocabulary_and_template_are_the_same(tmp_path: Path) -> None:

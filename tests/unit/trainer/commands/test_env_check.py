@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,56 @@ def test_an_environment_of_a_contract_is_played_and_missing_columns_are_named(tm
     data.write_text('{"prompt": [{"role": "user", "content": "go"}], "target": 0}\n')
     found = check(EnvConfig(action="check", spec=spec, data=SingleTableOptions(path=str(data))))
     assert "ended without a failure" in {finding.topic: finding.text for finding in found}["episodes"]
+
+
+class Hanging(SingleTurnWorkflow):
+    async def arun_episode(self, engine: Any, data: Any) -> Any:
+        await self.reset()
+
+    async def reset(self) -> None:
+        await asyncio.sleep(60)
+
+
+def hangs_in_reset(gconfig: Any, tokenizer: Any) -> Any:
+    return Hanging(right, gconfig, tokenizer)
+
+
+async def never(completions: str, prompt: str, **row: Any) -> float:
+    await asyncio.sleep(60)
+    return 0.0
+
+
+hangs_in_reward = single(never)
+
+
+@pytest.mark.parametrize(("spec", "step"), [("hangs_in_reset", "reset"), ("hangs_in_reward", "reward")])
+def test_the_step_that_hangs_is_named_with_its_limit(spec: str, step: str) -> None:
+    options = EnvConfig(action="check", spec=f"{__file__}:{spec}", rows=1, episodes=1, timeout=0.3)
+    told = [str(finding) for finding in check(options) if finding.level == "FAILED"]
+    assert any(f"more than 0.3 s (timeout): {step} did not end" in each for each in told), told
+
+
+class Adding:
+    """Counts, as an environment of TRL's contract."""
+
+    def reset(self, **row: Any) -> str:
+        self.count = 0
+        return "Count."
+
+    def add(self, number: int) -> str:
+        """Adds a number.
+
+        Args:
+            number: the number.
+        """
+        self.count += number
+        return str(self.count)
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+def test_the_tools_of_an_environment_are_called() -> None:
+    spec = f"trl:{__file__}:Adding"
+    found = {finding.topic: finding for finding in check(EnvConfig(action="check", spec=spec, rows=1, episodes=2))}
+    assert "reward 1, whatever" in found["rewards"].text  # each episode added the example 1 once

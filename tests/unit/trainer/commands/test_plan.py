@@ -25,6 +25,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 pytestmark = pytest.mark.slow
 DIVIDING = (("tp_size=8",), ("sp_size=4",), ("tp_size=4", "sp_size=2", "ddp_size=2"))
 NOT_DIVIDING = ("tp_size=16",)
+SCORER = ("reward.rm.model=scorer", "reward.again.model=scorer", "reward.brief.path=my.py:brief")
+WITH_SHARED_REWARD = ("rollout.tp_size=8", *SCORER)
+WITH_OWN_REWARD = (*SCORER, "reward.rm.num_devices=16", "reward.again.num_devices=16")
+WITH_JUDGE = (
+    "rollout.tp_size=2",
+    *(f"reward.style.judge.{option}" for option in ("model=judge", "rubric=r", "max_model_len=512", "tp_size=2")),
+)
+WITH_ONLY_REWARDS = (*SCORER, "reward.rm.num_devices=64")
 WITH_ROLLOUTS = ("tp_size=8", "optimizer=muon", "rollout.tp_size=8", "device_memory_gib=80")
 PROGRAM = """
 import os, sys
@@ -47,7 +55,15 @@ Ran = tuple[int, str, str]
 @pytest.fixture(scope="module")
 def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Ran]:
     """Return the command's result for each choice of sizes."""
-    folder, choices = tmp_path_factory.mktemp("plans"), [*DIVIDING, NOT_DIVIDING, WITH_ROLLOUTS]
+    folder = tmp_path_factory.mktemp("plans")
+    with_rewards = (WITH_SHARED_REWARD, WITH_OWN_REWARD, WITH_JUDGE, WITH_ONLY_REWARDS)
+    choices = [*DIVIDING, NOT_DIVIDING, WITH_ROLLOUTS, *with_rewards]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1, "num_hidden_layers": 2}
+    scorer = Qwen2Config(
+        hidden_size=1024, intermediate_size=2048, architectures=["Qwen2ForSequenceClassification"], **heads
+    )
+    scorer.save_pretrained(folder / "scorer")
+    Qwen2Config(hidden_size=1024, intermediate_size=2048, **heads).save_pretrained(folder / "judge")
     command = [forked_python.python(), "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
     done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, timeout=280)
     streams = [[(folder / f"{n}.<{name}>").read_text() for name in ("stdout", "stderr")] for n in range(len(choices))]
@@ -91,3 +107,38 @@ def test_generation_and_the_optimizer_are_counted(ran: dict[tuple[str, ...], Ran
     spare_page = per_sequence * 64 // 4096
     num_seqs = int((80 * 0.6 * 2**30 - NUM_PARAMETERS * 2 / 8 - spare_page) // per_sequence)
     assert size_of(f"KV cache, {num_seqs} sequences of 4096 tokens", out) == spare_page + num_seqs * per_sequence
+
+
+def test_a_reward_model_is_counted_once_beside_generation_or_on_devices_of_its_own(
+    ran: dict[tuple[str, ...], Ran],
+) -> None:
+    layer = 2 * 1024 * 1024 + 2 * 1024 * 512 + 2048 + 3 * 1024 * 2048 + 2 * 1024
+    whole = 151936 * 1024 + 2 * layer + 2 * 1024
+    for sizes, num_devices in ((WITH_SHARED_REWARD, 64), (WITH_OWN_REWARD, 16)):
+        code, out, err = ran[sizes]
+        assert code == 0, err
+        weights = size_of("weights, bfloat16, of reward again", out)
+        assert weights == pytest.approx(2 * whole / num_devices, rel=1e-3)
+        assert "of reward rm" not in out
+        assert "brief" not in out
+    shared, own = ran[WITH_SHARED_REWARD][1], ran[WITH_OWN_REWARD][1]
+    gathered = size_of("gathered units of reward again", shared)
+    beside = gathered + size_of("weights, bfloat16, of reward again", shared)
+    assert size_of("rewards beside generation, together", shared) == beside + size_of("generation together", shared)
+    assert "48 = " in own
+    assert "and 16 for rewards" in own
+    assert size_of("weights, float32", own) == pytest.approx(NUM_PARAMETERS * 4 / 48, rel=1e-2)
+
+
+def test_rewards_leave_devices_for_training(ran: dict[tuple[str, ...], Ran]) -> None:
+    code, _, err = ran[WITH_ONLY_REWARDS]
+    assert code != 0
+    assert "rewards take 64 devices, and num_devices=64 in all" in err
+
+
+def test_the_engine_of_a_judge_is_counted_as_one_that_generates(ran: dict[tuple[str, ...], Ran]) -> None:
+    code, out, err = ran[WITH_JUDGE]
+    assert code == 0, err
+    tokens = 64 * 512 + 64  # of 64 sequences, and one page without a sequence
+    per_token = 2 * 2 * (2 // 2) * 256 * 2
+    assert size_of("KV cache of reward style", out) == tokens * per_token

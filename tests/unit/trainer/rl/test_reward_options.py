@@ -78,3 +78,16 @@ def test_invalid_reward_options_are_refused_by_key(arguments: list[str], error: 
 )
 def test_the_schema_takes_both_forms(reward: dict[str, Any], is_valid: bool) -> None:
     assert jsonschema.Draft202012Validator(schema(PpoConfig)).is_valid({"reward": reward}) is is_valid
+
+
+def test_a_loss_by_k1_is_refused_with_its_reason() -> None:
+    with pytest.raises(ConfigError, match="loss_estimator=k1: its gradient is that of log pi, which is 0"):
+        load(PpoConfig, ["actor.model_name=m", "kl.type=loss", "kl.loss_estimator=k1"])
+
+
+def test_a_batch_of_one_response_teaches_nothing_without_a_critic() -> None:
+    single = ["actor.model_name=m", "train_data.responses_per_prompt=1", "train_data.prompts_per_rollout=1"]
+    with pytest.raises(ConfigError, match="every advantage is 0"):
+        load(PpoConfig, single)
+    for enough in ("adv.estimator=gae", "train_data.prompts_per_rollout=2", "kl.type=reward"):
+        load(PpoConfig, [*single, enough])
