@@ -290,7 +290,9 @@ class TrainerOptions(RecordOptions, RunOptions):
 PLACED = {
     "tensor_parallel_size": "set tp_size beside executor_options",
     "data_parallel_size": "it follows from the devices and tp_size",
-    **dict.fromkeys(("colocate_with", "not_colocate_with", "acceptable_node_ips", "exclusive"), "rlite places the engine"),
+    **dict.fromkeys(
+        ("colocate_with", "not_colocate_with", "acceptable_node_ips", "exclusive"), "rlite places the engine"
+    ),
 }
 """arguments of `build` that are no options of an executor, with what to do instead"""
 
