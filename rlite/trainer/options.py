@@ -6,7 +6,7 @@ Options of the sampling of responses, in training, in evaluations and on the com
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -287,6 +287,28 @@ class TrainerOptions(RecordOptions, RunOptions):
     ends with a copy of the training state in host memory outside of the workers"""
 
 
+PLACED = {
+    "tensor_parallel_size": "set tp_size beside executor_options",
+    "data_parallel_size": "it follows from the devices and tp_size",
+    **dict.fromkeys(
+        ("colocate_with", "not_colocate_with", "acceptable_node_ips", "exclusive"), "rlite places the engine"
+    ),
+}
+"""arguments of `build` that are no options of an executor, with what to do instead"""
+
+
+def repeated(given: Mapping[str, Any], own: Collection[str]) -> Iterator[str]:
+    """Yield a message for each of the further options of an executor that has a place of its own.
+
+    Args:
+        given: `executor_options`.
+        own: names of the options beside it that `build` takes too.
+    """
+    for name, remedy in (PLACED | {each: f"set {each} beside executor_options" for each in own}).items():
+        if name in given:
+            yield f"executor_options.{name}: this is no further option of the executor; {remedy}"
+
+
 class EngineOptions(Options):
     """The size of an engine that generates."""
 
@@ -311,6 +333,12 @@ class ServingOptions(EngineOptions):
     """check several tokens at once that earlier texts propose; executor torch on CPU alone"""
     executor_options: dict[str, Any] = {}
     """further options of the executor, such as {addresses: [http://10.0.0.1:8000]} of remote"""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a message for executor options that are set elsewhere."""
+        yield from super().problems()
+        own = ("gpu_memory_utilization", "max_num_seqs", "dtype", "deterministic", "speculation")
+        yield from repeated(self.executor_options, (*own, "max_model_len", "seed"))
 
     def build_options(self, num_devices: int) -> dict[str, Any]:
         """Return keyword arguments of an inference engine's `build` that fills so many devices.
@@ -365,9 +393,9 @@ class SetSamplingOptions(Options):
         return SamplingOptions(**dict(config.inherit(self, base)))
 
     def problems(self) -> Iterator[str]:
-        """Yield nothing; raise ConfigError for a value that no request may have."""
+        """Yield the messages of other options; raise ConfigError for a value that no request may have."""
         self.gconfig()
-        yield from ()
+        yield from super().problems()
 
 
 class EvaluationSamplingOptions(SetSamplingOptions):

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(model: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
     """The address and the token of a server, which ends well when it is asked to."""
     command = [sys.executable, "-m", "rlite.cli", "serve", str(model), "port=0", f"token_file={tmp_path / 'token'}"]
-    command += ["max_model_len=256", "max_new_tokens=8"]
+    command += ["max_model_len=256", "max_new_tokens=8", "executor_options={kv_cache_memory_bytes: 100000000}"]
     environment = {key: value for key, value in os.environ.items() if key != "RLITE_SERVE_TOKEN"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None

@@ -11,7 +11,7 @@ from rlite.backends.fsdp2.options import Dtype
 from rlite.config import Count, Natural, Positive, Seed
 from rlite.rollout.rewards.options import RewardOptions, Rewards
 from rlite.trainer.model.options import LayoutOptions, OptimizerName
-from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions, TrainerOptions
+from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions, TrainerOptions, repeated
 
 
 class GenerateConfig(SamplingOptions, AnnouncedOptions):
@@ -58,6 +58,7 @@ class GenerateConfig(SamplingOptions, AnnouncedOptions):
             yield 'prompt: expected a prompt, as in `rlite generate MODEL "PROMPT"`, or prompt_file=FILE, and not both'
         if self.chat is False and (self.system_prompt is not None or self.chat_template_options):
             yield "chat=false: system_prompt and chat_template_options are options of a chat; leave them or chat out"
+        yield from repeated(self.executor_options, ["dtype"])
 
 
 class ServeConfig(SamplingOptions, AnnouncedOptions):
@@ -67,6 +68,7 @@ class ServeConfig(SamplingOptions, AnnouncedOptions):
     help_arguments: ClassVar[str] = "MODEL"
     help_example: ClassVar[str] = "runs/grpo port=8000 executor=vllm"
     help_first: ClassVar[tuple[str, ...]] = ("port", "host", "token_file", "name")
+    sizes: ClassVar[tuple[str, ...]] = ("dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
 
     model: str
     """folder of a model or of a run (its newest model), or hub name; the first argument without a key"""
@@ -94,6 +96,8 @@ class ServeConfig(SamplingOptions, AnnouncedOptions):
     """format in which the model calls tools, such as hermes; default: the chat template's"""
     executor: str = "torch"
     """inference executor, such as vllm"""
+    executor_options: dict[str, Any] = {}
+    """further options of the executor, such as {enable_prefix_caching: false} of vllm"""
     tp_size: Count = 1
     """devices that share one replica"""
     num_devices: Count | None = None
@@ -110,10 +114,11 @@ class ServeConfig(SamplingOptions, AnnouncedOptions):
     """launcher of the workers; default: one process"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for a replica size that does not divide the devices."""
+        """Yield a message for a replica size that does not divide the devices, and for options that are set twice."""
         yield from super().problems()
         if self.num_devices is not None and self.num_devices % self.tp_size:
             yield f"tp_size={self.tp_size} does not divide num_devices={self.num_devices}"
+        yield from repeated(self.executor_options, self.sizes)
 
     def headline(self) -> str:
         """Return in a few words what is served."""
@@ -122,8 +127,8 @@ class ServeConfig(SamplingOptions, AnnouncedOptions):
     def build_options(self) -> dict[str, Any]:
         """Return keyword arguments of the engine's `build`."""
         sizes = {"tensor_parallel_size": self.tp_size, "data_parallel_size": self.devices // self.tp_size}
-        names = ("dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
-        return sizes | {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in self.sizes if (value := getattr(self, name)) is not None}
+        return sizes | given | self.executor_options
 
     @property
     def devices(self) -> int:

@@ -319,6 +319,7 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each rule of rollouts that run ahead that does not hold."""
+        yield from super().problems()
         if self.max_head_offpolicyness and self.deterministic:
             yield (
                 "rollout.deterministic=true promises the same bits again, which rollouts that run ahead of training "
