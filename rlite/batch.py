@@ -63,6 +63,7 @@ _TABLE = (
     Key("advantages", "[N, L]", "float32", "advantages", "policy losses", "Advantage of the token; 0 off `loss_mask`."),
     Key("returns", "[N, L]", "float32", "advantages", "value loss", "Value that the critic should have predicted."),
     Key("selected", "[N, L]", "bool", "selection", "policy losses", "Tokens that the policy loss treats differently."),
+    Key("token_type_ids", "[N, L]", "int64", "rewards", "encoders", "Which of two texts the token is a part of."),
     Key("pair_ids", "[N]", "int64", "data", "packing", "Number of the pair; rows of one pair share a pack."),
     Key("is_chosen", "[N]", "bool", "data", "preference losses", "Whether the row is the preferred one of its pair."),
     Key("margin", "[N]", "float32", "data", "reward-model loss", "Least difference of the scores of a pair."),
