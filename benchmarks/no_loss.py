@@ -3,10 +3,11 @@
     python -m benchmarks.no_loss REVISION [--pairs 40] [--only sft sync]
 
 Both trees are checked out under paths of one length, because the length of an environment moves the stack. They stay
-ready in processes of their own, and do one unit of work in turns. A unit is the same work in both:
-completions have a fixed length. Its cost is the CPU time of its process and of the processes below it, which other work
-on the machine disturbs less than wall time; a sync's cost is the seconds that it reports. Both processes are new after
-every 4 pairs, because the place that a process finds in memory makes all of its units faster or slower by some percent.
+ready in processes of their own, and do one unit of work in turns. A unit is the same work in both: completions have a
+fixed length. Its cost is the CPU time of its process and of the processes below it, which other work on the machine
+disturbs less than wall time; `benchmarks.weight_sync` compares the wall time of a sync with that of memcpy. Both
+processes are new after every 4 pairs, because the place that a process finds in memory makes all of its units faster or
+slower by some percent.
 The interval is Student's, of the mean logarithm of the ratio this tree / revision, a value for each pair of processes.
 The exit status is 1 if an upper end is 1.03 or more.
 """
@@ -52,9 +53,10 @@ PAIRS_OF_A_PROCESS = 4
 NUM_TOKENS = 32
 NUM_EPISODES = 1_000
 NUM_ROWS = 16
+NUM_SYNCS = 20
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """memory that glibc has freed stays in the process: else some processes of one tree fault in six times more pages"""
-Unit = Callable[[], float | None]
+Unit = Callable[[], None]
 """does one unit of work; returns its cost if it measures the cost itself"""
 
 
@@ -172,7 +174,12 @@ def sync(model: Path, scratch: Path) -> Iterator[Unit]:
     with init_empty_weights():
         source = rlite.RliteTrainEngine(weight_sync.Policy.from_pretrained(str(checkpoint)))
     source.build(tensor_parallel_size=2, data_parallel_size=1, colocate_with=target)
-    yield lambda: statistics.median(source.p2p_weight_sync(target).seconds for _ in range(5))
+
+    def unit() -> None:
+        for _ in range(NUM_SYNCS):
+            source.p2p_weight_sync(target)
+
+    yield unit
     rlite.shutdown()
 
 
@@ -207,8 +214,8 @@ def serve(section: str, model: Path) -> None:
         print(ANSWER, "ready", flush=True)
         for _ in sys.stdin:
             before = cpu_seconds()
-            cost = unit()
-            print(ANSWER, cpu_seconds() - before if cost is None else cost, flush=True)
+            unit()
+            print(ANSWER, cpu_seconds() - before, flush=True)
 
 
 @contextmanager

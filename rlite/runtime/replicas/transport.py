@@ -72,7 +72,6 @@ class Piece:
     """the target's dtype"""
 
 
-@torch.no_grad()
 def check_transport(
     transport: str, source: str, sources: Collection[Device], target: str, targets: Collection[Device]
 ) -> None:
@@ -95,6 +94,7 @@ def check_transport(
         raise ConfigError(f"{told}. Use 'auto' or 'broadcast', or build both on the same devices (colocate_with)")
 
 
+@torch.no_grad()
 def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool, is_near: bool = False) -> Layout:
     """Return the places that a source offers or a target receives.
 
