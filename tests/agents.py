@@ -50,15 +50,17 @@ def tokenizer_with(template: str | None = None) -> Any:
 
 
 class Speaker(ScriptedEngine):
-    """Says the texts one after the other; `asked` has the prompt and the answer of each request, in tokens."""
+    """Says the texts one after the other; `asked` has prompt and answer of each of its `requests`, in tokens."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, latency: float = 0.0, version: int = 0) -> None:
         self.asked: list[tuple[list[int], list[int]]] = []
+        self.requests: list[LLMRequest] = []
         script = itertools.cycle(texts)
 
         def answer(request: LLMRequest) -> list[int]:
             tokens = [*tokenizer(next(script), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             tokens = tokens[: request.gconfig.max_new_tokens]
+            self.requests.append(request)
             self.asked.append((list(request.input_ids), tokens))
             return tokens
 

@@ -120,12 +120,10 @@ class Witness:
         self.engine = engine
         self.sequences: list[list[int]] = []
 
-    async def stream(self, request: Any) -> AsyncIterator[Any]:
-        made = list(request.input_ids)
-        async for chunk in self.engine.stream(request):
-            made += chunk.token_ids
-            yield chunk
-        self.sequences.append(made)
+    async def agenerate(self, request: Any, on_chunk: Any = None) -> Any:
+        response = await self.engine.agenerate(request, on_chunk)
+        self.sequences.append([*request.input_ids, *response.output_tokens])
+        return response
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------

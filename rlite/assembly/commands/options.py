@@ -80,6 +80,9 @@ class ServeConfig(SamplingOptions, AnnouncedOptions):
     """further names under which clients reach the server, such as that of a proxy"""
     token_file: str = "~/.cache/rlite/serve-token"
     """file with the token that each request needs; made if it does not exist. RLITE_SERVE_TOKEN takes precedence"""
+    admin_token_file: str | None = None
+    """file of mode 0600 with a token that opens POST /admin/weights, which loads weights; no route without it.
+    RLITE_ADMIN_TOKEN takes precedence"""
     name: str | None = None
     """name of the model in requests; default: the last part of its path"""
     max_running: Count = 256

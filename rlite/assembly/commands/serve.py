@@ -24,8 +24,9 @@ from rlite.assembly.launch import init_devices
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError
 from rlite.rollout.openai import Access, AgentEndpoint, AgentSession
+from rlite.services.endpoint.admin import Admin
 from rlite.services.endpoint.connections import Words
-from rlite.services.endpoint.guard import TOKEN_VARIABLE, Limits, Names, find_token, is_loopback
+from rlite.services.endpoint.guard import TOKEN_VARIABLE, Limits, Names, find_admin_token, find_token, is_loopback
 from rlite.trainer.options import LaunchOptions
 from rlite.types import AsyncInference
 
@@ -41,13 +42,15 @@ def main(argv: Sequence[str]) -> None:
     """Serve a model until SIGINT or SIGTERM."""
     options = config.load(ServeConfig, ServeConfig.arguments(argv))
     token = find_token(Path(options.token_file).expanduser(), os.environ)
+    secret = find_admin_token(options.admin_token_file, os.environ, token)
     folder = model_folder(options.model)
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.devices))
     try:
         check_writes(folder)
         engine = RliteInferenceEngine(folder, executor=options.executor)
         engine.build(**options.build_options())
-        asyncio.run(serve(engine, engine.tokenizer, options, token, tell))
+        admin = None if secret is None else Admin(engine, secret)
+        asyncio.run(serve(engine, engine.tokenizer, options, token, tell, admin))
     finally:
         rlite.shutdown()
 
@@ -58,6 +61,7 @@ async def serve(
     options: ServeConfig,
     token: str,
     tell: Callable[[Access, ServeConfig], object],
+    admin: Admin | None = None,
 ) -> None:
     """Serve an engine until SIGINT or SIGTERM. For the main thread.
 
@@ -67,6 +71,7 @@ async def serve(
         options: options of the command.
         token: what each request has to give.
         tell: called with the address when clients can connect.
+        admin: loads other weights on demand.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -86,7 +91,7 @@ async def serve(
     )
     names, limits = Names(options.host, options.host_names), Limits(options.max_running, options.max_waiting)
     try:
-        async with AgentEndpoint(options.port, names, limits, WORDS) as endpoint:
+        async with AgentEndpoint(options.port, names, limits, WORDS, admin) as endpoint:
             async with endpoint.serving(session, token) as access:
                 tell(access, options)
                 await is_over.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,9 +14,10 @@ from weakref import WeakKeyDictionary
 
 from rlite.errors import WorkerError
 from rlite.imports import optional
+from rlite.services.endpoint.admin import ROUTE, Admin
 from rlite.services.endpoint.dialects.table import DIALECTS, dialect_of
 from rlite.services.endpoint.exchange import Reply, log_failure
-from rlite.services.endpoint.guard import Gate, Limits, Names, token_of
+from rlite.services.endpoint.guard import Gate, Limits, Names, digest, token_of
 from rlite.services.endpoint.requests import ApiError, unexpected
 from rlite.services.endpoint.session import MAX_BODY_BYTES, AgentSession, too_large
 
@@ -65,12 +65,21 @@ class AgentEndpoint:
         names: the address to listen on, by default this machine alone, and further names of it.
         limits: requests that run and wait at a time.
         words: names in messages.
+        admin: serves POST /admin/weights; None leaves the route out.
     """
 
-    def __init__(self, port: int = 0, names: Names = LOCAL, limits: Limits = UNLIMITED, words: Words = AGENTS) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        names: Names = LOCAL,
+        limits: Limits = UNLIMITED,
+        words: Words = AGENTS,
+        admin: Admin | None = None,
+    ) -> None:
         self.dropped: Counter[str] = Counter()
         """connections that were dropped, by reason"""
-        self._make_server = partial(_Server, self.dropped, port, names, limits, words)
+        listen = partial(listening, dropped=self.dropped, port=port, words=words, host=names.host)
+        self._make_server = partial(_Server, listen, names, limits, admin)
         self._servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Server] = WeakKeyDictionary()
 
     async def __aenter__(self) -> AgentEndpoint:
@@ -94,11 +103,11 @@ class AgentEndpoint:
         async with self:
             server, token = self._servers[asyncio.get_running_loop()], token or secrets.token_urlsafe(32)
             requests: set[asyncio.Task[Any]] = set()
-            server.sessions[_digest(token)] = session, requests
+            server.sessions[digest(token)] = session, requests
             try:
                 yield Access(server.url, token, session.model)
             finally:
-                del server.sessions[_digest(token)]
+                del server.sessions[digest(token)]
                 for request in requests:
                     request.cancel()
                 await asyncio.gather(*requests, return_exceptions=True)
@@ -109,10 +118,9 @@ class _Server:
 
     _listener: Listener
 
-    def __init__(self, dropped: Counter[str], port: int, names: Names, limits: Limits, words: Words) -> None:
+    def __init__(self, listen: Any, names: Names, limits: Limits, admin: Admin | None) -> None:
         self.sessions: dict[bytes, _Served] = {}
-        self._gate, self._names = Gate(limits), names
-        self._listening = partial(listening, dropped=dropped, port=port, words=words, host=names.host)
+        self._listen, self._gate, self._names, self._admin = listen, Gate(limits), names, admin
         self._num_users = 0
         self._turn = asyncio.Lock()
         self._stack = contextlib.AsyncExitStack()
@@ -121,7 +129,7 @@ class _Server:
         """Start the server for its first user."""
         async with self._turn:
             if not self._num_users:
-                self._listener = await self._stack.enter_async_context(self._listening(self._app()))
+                self._listener = await self._stack.enter_async_context(self._listen(self._app()))
             self._num_users += 1
 
     async def leave(self) -> None:
@@ -142,6 +150,8 @@ class _Server:
         app.add_routes([web.post(path, self._answer) for path in DIALECTS])
         app.add_routes([web.get(f"/v1/models{name}", self._models) for name in ("", "/{model:.+}")])
         app.add_routes([web.get("/health", self._health)])
+        if self._admin is not None:
+            app.add_routes([web.post(ROUTE, partial(self._administer, self._admin))])
         return app
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -162,6 +172,16 @@ class _Server:
         with self._listener.busy(request.transport):
             return web.json_response(session.models(request.match_info.get("model")))
 
+    async def _administer(self, admin: Admin, request: web.Request) -> web.Response:
+        """Load weights for the administrator, whose token is none of a session.
+
+        Returns:
+            What `Admin.load` returns.
+        """
+        admin.check(token_of(request.headers))
+        with self._listener.busy(request.transport):
+            return web.json_response(await admin.load(await _body(request, MAX_BODY_BYTES)))
+
     async def _health(self, request: web.Request) -> web.Response:
         """Return whether the engine lives. No other route is open without a token."""
         is_dead = any(isinstance(session.failure, WorkerError) for session, _ in self.sessions.values())
@@ -174,7 +194,7 @@ class _Server:
             ApiError: the token is of no session.
         """
         # looked up by its digest, so that the time it takes tells nothing of other tokens
-        served = self.sessions.get(_digest(token_of(request.headers)))
+        served = self.sessions.get(digest(token_of(request.headers)))
         if served is None:
             raise ApiError("the API key is not that of a session under way", 401, code="invalid_api_key")
         return served
@@ -188,7 +208,7 @@ class _Server:
         """
         try:
             self._names.check(request.headers)
-            if request.path != "/health":
+            if request.path not in ("/health", ROUTE):
                 self._served(request)  # also for routes that do not exist
             return await handler(request)
         except ApiError as error:
@@ -268,7 +288,3 @@ def _refusal(request: web.Request, error: ApiError) -> web.Response:
     if error.status == 401 or not is_read:  # it may not keep a connection, or none can be kept
         response.force_close()
     return response
-
-
-def _digest(token: str) -> bytes:
-    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()

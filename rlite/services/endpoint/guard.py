@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import ipaddress
 import os
 import secrets
@@ -22,6 +23,7 @@ from rlite.runtime.storage.secrets import read_secret
 from rlite.services.endpoint.requests import ApiError
 
 TOKEN_VARIABLE = "RLITE_SERVE_TOKEN"
+ADMIN_VARIABLE = "RLITE_ADMIN_TOKEN"
 MIN_TOKEN = 16
 """characters of a token: shorter ones can be guessed"""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -117,6 +119,11 @@ def _without_port(host: str) -> str:
     return name.removeprefix("[").removesuffix("]")
 
 
+def digest(token: str) -> bytes:
+    """Return what tokens are looked up and compared by, so that the time it takes tells nothing of them."""
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
 def token_of(headers: Mapping[str, str]) -> str:
     """Return the token of a request, as OpenAI's clients and as Anthropic's send it; "" if there is none."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
@@ -138,6 +145,25 @@ def find_token(file: Path, environment: Mapping[str, str]) -> str:
     with contextlib.suppress(FileExistsError):
         _make_token(file)
     return _checked(read_secret(file, "token_file"), f"token_file={file}")
+
+
+def find_admin_token(file: str | None, environment: Mapping[str, str], token: str) -> str | None:
+    """Return the administrator's token, of the environment or else of a file; None if there is neither.
+
+    Args:
+        file: the file, which its owner alone may read.
+        environment: variables of the process.
+        token: the token of all other requests.
+
+    Raises:
+        ConfigError: the administrator's token is too short or equal to the other, or others can read the file.
+    """
+    found, where = environment.get(ADMIN_VARIABLE), ADMIN_VARIABLE
+    if found is None and file is not None:
+        found, where = read_secret(Path(file).expanduser(), "admin_token_file"), f"admin_token_file={file}"
+    if found is not None and _checked(found.strip(), where) == token:
+        raise ConfigError(f"{where}: the same token as that of all other requests; expected another")
+    return None if found is None else found.strip()
 
 
 def _make_token(file: Path) -> None:

@@ -18,12 +18,13 @@ from tensordict import TensorDict
 
 from rlite.data.chat.forms import Message
 from rlite.data.packs import TokenHistory
+from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DataError, RolloutError
 from rlite.rollout.conversation import check_turn_discount
 from rlite.rollout.joined import join_histories, pad_trajectories
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.workflow import of_trajectory
-from rlite.types import StopReason
+from rlite.types import StopReason, TokenChunk
 
 Style = Literal["individual", "concat"]
 
@@ -70,6 +71,16 @@ class Turn:
     def sequence(self) -> list[int]:
         """The tokens of the prompt and of the output."""
         return self.prompt_ids + self.output_ids
+
+    def take(self, chunks: Sequence[TokenChunk]) -> None:
+        """Append chunks of the engine to the output."""
+        for chunk in chunks:
+            self.output_ids += chunk.token_ids
+            self.logprobs += chunk.logprobs
+            self.versions += [chunk.version] * len(chunk.token_ids)
+            self.kept_ids += chunk.extras.get("kept_ids", ())
+            self.routed_experts += chunk.extras.get(ROUTED, ())
+            self.finish_reason = chunk.finish_reason or self.finish_reason
 
 
 @dataclass(eq=False)

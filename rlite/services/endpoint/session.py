@@ -13,7 +13,6 @@ from typing import Any
 
 from rlite.data.chat.template import TemplateRefusal, Tokenizer
 from rlite.data.prompts import TooManyTokens
-from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, DataError, RliteError
 from rlite.rollout.episode import mix
 from rlite.rollout.tools.formats import ToolCallFormat
@@ -26,7 +25,7 @@ from rlite.services.endpoint.prompts import ChatPrompts, check_num_scored, check
 from rlite.services.endpoint.recording import Recording, RecordingOwner, Turn
 from rlite.services.endpoint.requests import ApiError, ModelRequest, parse_json, unknown_model
 from rlite.services.endpoint.text_stream import TextStream
-from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs
+from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs, TokenChunk
 
 Whole = Callable[..., dict[str, Any]]
 """makes the response to a request that does not stream"""
@@ -299,20 +298,19 @@ class AgentSession(RecordingOwner):
             is_aborted=True,
         )
         exchange.turns.append(turn)
+        chunks: list[TokenChunk] = []  # what arrives after the end of this call is not read
         try:
             rid = self._rid if self._is_recording else exchange.id  # agents that are not recorded are many
             asked = LLMRequest(input_ids=list(prompt.token_ids), gconfig=gconfig, rid=rid)
-            async with contextlib.aclosing(self.engine.stream(asked)) as stream:  # type: ignore[type-var]
-                async for chunk in stream:
-                    turn.output_ids += chunk.token_ids
-                    turn.logprobs += chunk.logprobs
-                    turn.versions += [chunk.version] * len(chunk.token_ids)
-                    turn.kept_ids += chunk.extras.get("kept_ids", ())
-                    turn.routed_experts += chunk.extras.get(ROUTED, ())
-                    turn.finish_reason = chunk.finish_reason or turn.finish_reason
-                    if request.is_stream:
+            if request.is_stream:
+                async with contextlib.aclosing(self.engine.stream(asked)) as stream:  # type: ignore[type-var]
+                    async for chunk in stream:
+                        chunks.append(chunk)
                         say(Delta(index, text.feed(chunk.token_ids, chunk.finish_reason), chunk))
+            else:  # without a change of threads for each token
+                await self.engine.agenerate(asked, chunks.append)
         finally:
+            turn.take(chunks)
             if self._is_recording:
                 self.recording.turns.append(turn)
         if turn.finish_reason == "abort":

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
 import pytest
 
 from rlite.rollout.openai import Access, AgentEndpoint, AgentSession
+from rlite.services.endpoint.dialects.table import DIALECTS
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 anthropic: Any = pytest.importorskip("anthropic")
@@ -245,7 +248,42 @@ def test_a_stream_that_breaks_raises_in_the_client(route: str) -> None:
     assert [turn.is_aborted for turn in session.recording.turns] == [True]
 
 
-def test_tokens_are_counted_as_the_prompt_of_the_same_conversation() -> None:
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_client_of_completions_reads_the_text_and_raises_its_own_errors(is_async: bool, is_stream: bool) -> None:
+    session = AgentSession(Speaker(["four and five"], TOKENIZER), TOKENIZER)
+
+    def text_of(answer: Any) -> str:
+        parts = answer if is_stream else [answer]
+        return "".join(choice.text for part in parts for choice in part.choices)
+
+    def use(access: Access) -> str:
+        with openai.OpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as client:
+            for what, error in (("model", openai.NotFoundError), ("suffix", openai.BadRequestError)):
+                wrong: dict[str, Any] = {"model": "policy", "prompt": "x", "stream": is_stream, what: "other"}
+                with pytest.raises(error):
+                    client.completions.create(**wrong)
+            return text_of(client.completions.create(model="policy", prompt="say", stream=is_stream))
+
+    async def ause(access: Access) -> str:
+        async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as client:
+            for what, error in (("model", openai.NotFoundError), ("suffix", openai.BadRequestError)):
+                wrong: dict[str, Any] = {"model": "policy", "prompt": "x", "stream": is_stream, what: "other"}
+                with pytest.raises(error):
+                    await client.completions.create(**wrong)
+            answer: Any = await client.completions.create(model="policy", prompt="say", stream=is_stream)
+            return text_of([part async for part in answer] if is_stream else answer)
+
+    async def run() -> str:
+        async with served(session) as access:
+            return await (ause(access) if is_async else asyncio.to_thread(use, access))
+
+    assert asyncio.run(asyncio.wait_for(run(), 250)) == "four and five"
+    assert len(session.recording.turns) == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_tokens_are_counted_as_the_prompt_of_the_same_conversation(is_async: bool) -> None:
     session = AgentSession(Speaker(TEXTS, TOKENIZER), TOKENIZER)
     asked = {
         "model": "policy",
@@ -255,7 +293,7 @@ def test_tokens_are_counted_as_the_prompt_of_the_same_conversation() -> None:
     }
 
     async def use() -> tuple[int, int]:
-        async with served(session) as access, client_of("messages", True, access) as client:
+        async with served(session) as access, client_of("messages", is_async, access) as client:
             counted = await client.messages.count_tokens(**asked)
             answer = await client.messages.create(**asked, max_tokens=5)
             return counted.input_tokens, answer.usage.input_tokens
@@ -265,14 +303,31 @@ def test_tokens_are_counted_as_the_prompt_of_the_same_conversation() -> None:
     assert len(session.recording.turns) == 1, "counting is no turn"
 
 
-def test_models_are_listed_for_both_packages() -> None:
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("route", ["chat", "messages"])
+def test_models_are_listed_for_both_packages(route: str, is_async: bool) -> None:
     session = AgentSession(Speaker(["x"], TOKENIZER), TOKENIZER)
 
-    async def use(route: str) -> list[str]:
-        async with served(session) as access, client_of(route, True, access) as client:
-            return [model.id async for model in client.models.list()]
+    async def use() -> list[str]:
+        async with served(session) as access, client_of(route, is_async, access) as client:
+            if is_async:
+                return [model.id async for model in client.models.list()]
+            listed = await client.models.list()
+            return [model.id for model in listed.data]
 
-    assert [asyncio.run(asyncio.wait_for(use(route), 100)) for route in ("messages", "chat")] == [
-        ["policy"],
-        ["policy"],
-    ]
+    assert asyncio.run(asyncio.wait_for(use(), 100)) == ["policy"]
+
+
+PAGE = Path(__file__).parents[4] / "docs" / "serving.md"
+
+
+def test_each_cell_of_the_pages_table_is_a_test_of_this_file() -> None:
+    section = PAGE.read_text().split("## Official clients")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    assert {row[0].strip(" `") for row in rows} == {
+        path for path in (*DIALECTS, "/v1/models") if path != "/inference/v1/generate"
+    }
+    cells = {cell.strip() for row in rows for cell in row[1:]} - {"-"}
+    letters = dict(re.findall(r"^- ([A-F]): `(test_\w+)`", section, re.MULTILINE))
+    assert cells == set(letters)
+    assert {name for name in letters.values() if name not in globals()} == set()

@@ -16,7 +16,7 @@ from rlite.services.endpoint.dialects.openai import read_completion, scored_logp
 from rlite.services.endpoint.exchange import Exchange
 from rlite.services.endpoint.recording import Turn
 from rlite.services.endpoint.requests import ApiError
-from rlite.types import GenerationHyperparameters, LLMRequest, PromptLogprobs
+from rlite.types import GenerationHyperparameters, PromptLogprobs
 from tests.agents import Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with()
@@ -41,16 +41,11 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
 
 
 def test_a_prompt_gets_the_same_seeds_in_a_list_and_alone() -> None:
-    seeds: list[int | None] = []
-
-    class Listening(Speaker):
-        def stream(self, request: LLMRequest) -> Any:
-            seeds.append(request.gconfig.seed)
-            return super().stream(request)
-
-    session = AgentSession(Listening(["x"], TOKENIZER), TOKENIZER)
+    engine = Speaker(["x"], TOKENIZER)
+    session = AgentSession(engine, TOKENIZER)
     complete(session, prompt=["a", "b"], n=2, seed=5)
     complete(session, prompt="b", n=2, seed=5)
+    seeds = [request.gconfig.seed for request in engine.requests]
     assert seeds[:2] == seeds[2:4] == seeds[4:]
     assert len(set(seeds)) == 2
 

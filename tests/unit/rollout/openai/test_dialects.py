@@ -17,7 +17,6 @@ from rlite.services.endpoint.dialects.blocks import Block, Blocks, marked
 from rlite.services.endpoint.dialects.generate import version_spans
 from rlite.services.endpoint.dialects.table import DIALECTS
 from rlite.services.endpoint.requests import ApiError
-from rlite.types import GenerationHyperparameters, LLMRequest
 from tests.agents import ADD, WITH_TOOLS, Speaker, tokenizer_with
 
 TOKENIZER = tokenizer_with(WITH_TOOLS)
@@ -146,20 +145,15 @@ def test_thoughts_in_a_field_of_their_own_reach_the_template() -> None:
 
 
 def test_sampling_parameters_have_the_names_of_each_dialect() -> None:
-    asked: list[GenerationHyperparameters] = []
-
-    class Listening(Speaker):
-        def stream(self, request: LLMRequest) -> Any:
-            asked.append(request.gconfig)
-            return super().stream(request)
-
-    session = AgentSession(Listening(["x"], TOKENIZER), TOKENIZER)
+    engine = Speaker(["x"], TOKENIZER)
+    session = AgentSession(engine, TOKENIZER)
     same: dict[str, Any] = {"temperature": 0.5, "top_p": 0.25}
     hello = [{"role": "user", "content": "x"}]
     ask(session, "/v1/chat/completions", messages=hello, max_completion_tokens=7, stop=["."], **same)
     ask(session, MESSAGES, messages=hello, max_tokens=7, stop_sequences=["."], **same)
     ask(session, RESPONSES, input="x", max_output_tokens=7, stop=["."], **same)
     ask(session, GENERATE, token_ids=[1], sampling_params={"max_tokens": 7, "stop": ["."], **same})
+    asked = [request.gconfig for request in engine.requests]
     assert len({repr(gconfig) for gconfig in asked}) == 1
     assert (asked[0].max_new_tokens, asked[0].stop, asked[0].temperature, asked[0].top_p) == (7, (".",), 0.5, 0.25)
 

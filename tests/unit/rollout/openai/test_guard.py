@@ -216,9 +216,8 @@ class Failing(Speaker):
         super().__init__(["x"], TOKENIZER)
         self._error = error
 
-    async def stream(self, request: Any) -> AsyncIterator[Any]:
+    def _next(self, request: Any) -> Any:
         raise self._error
-        yield
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -414,26 +414,23 @@ def test_a_prompt_without_room_for_an_answer_is_too_long() -> None:
 
 
 def test_sampling_of_a_request_overrides_that_of_the_session() -> None:
-    asked: list[GenerationHyperparameters] = []
     tokenizer = tokenizer_with()
     engine = Speaker(["x"], tokenizer)
-    stream = engine.stream
-    engine.stream = lambda request: asked.append(request.gconfig) or stream(request)  # type: ignore[method-assign, func-returns-value]
     session = AgentSession(engine, tokenizer, GenerationHyperparameters(greedy=True, min_new_tokens=9, top_p=0.9))
     ask(session, [{"role": "user", "content": "?"}])
     ask(
         session, [{"role": "user", "content": "?"}], temperature=0.5, max_completion_tokens=4, stop="a", seed=3, top_k=2
     )
-    assert asked[0] == GenerationHyperparameters(greedy=True, min_new_tokens=9, top_p=0.9)
-    assert asked[1] == GenerationHyperparameters(
+    assert engine.requests[0].gconfig == GenerationHyperparameters(greedy=True, min_new_tokens=9, top_p=0.9)
+    assert engine.requests[1].gconfig == GenerationHyperparameters(
         temperature=0.5, top_p=0.9, max_new_tokens=4, min_new_tokens=4, stop=("a",), seed=3, top_k=2
     )
     whole = AgentSession(engine, tokenizer, GenerationHyperparameters(temperature=1, top_p=1))
     ask(whole, [{"role": "user", "content": "?"}], temperature=0.5, top_p=0.9)
-    assert asked.pop() == GenerationHyperparameters(temperature=0.5, top_p=0.9)
+    assert engine.requests.pop().gconfig == GenerationHyperparameters(temperature=0.5, top_p=0.9)
     fixed = AgentSession(engine, tokenizer, GenerationHyperparameters(top_p=0.9), is_sampling_fixed=True)
     ask(fixed, [{"role": "user", "content": "?"}], temperature=0, top_p=0.5, max_tokens=4, top_k=2)
-    assert asked[2] == GenerationHyperparameters(top_p=0.9, max_new_tokens=4)
+    assert engine.requests[2].gconfig == GenerationHyperparameters(top_p=0.9, max_new_tokens=4)
 
 
 values = st.recursive(

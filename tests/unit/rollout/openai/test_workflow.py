@@ -166,12 +166,9 @@ def test_an_engine_that_dies_is_the_engines_failure_not_the_agents() -> None:
 
 def test_an_engine_that_aborts_lets_the_client_ask_again_and_counts_once() -> None:
     class Interrupted(Speaker):
-        async def stream(self, request: Any) -> Any:
-            async for chunk in super().stream(request):
-                if self.num_requests == 1 and len(self.asked) == 1:
-                    yield self._chunk(1, [65], 0, "abort")
-                    return
-                yield chunk
+        def _next(self, request: Any) -> Any:
+            answer = super()._next(request)
+            return ([65], 0.0, "abort") if self.num_requests == 1 else answer
 
     async def agent(client: Any, data: dict[str, Any]) -> float:
         with pytest.raises(openai.InternalServerError, match="aborted the answer after 1 tokens"):
