@@ -84,7 +84,7 @@ def engine(path: Path, session: None, installed: None) -> Iterator[RliteInferenc
 def server(path: Path, installed: None) -> Iterator[ServerProcess]:
     """A server that another program started, with SGLang's defaults."""
     process = ServerProcess("127.0.0.1", {"model_path": str(path), "dtype": "float32"}, "its key", [])
-    process.wait_until_ready(60)
+    process.wait_until_ready(200)
     yield process
     process.stop()
 
@@ -285,7 +285,7 @@ def test_a_server_ends_with_the_process_that_started_it(path: Path, installed: N
     program = (
         "from rlite.backends.sglang.server import ServerProcess\n"
         f"process = ServerProcess('127.0.0.1', {{'model_path': {str(path)!r}}}, None, [])\n"
-        "process.wait_until_ready(60)\n"
+        "process.wait_until_ready(200)\n"
         "print('ready', flush=True)\n"
         "import time; time.sleep(600)\n"
     )
