@@ -209,7 +209,7 @@ def test_a_server_that_dies_or_hangs_is_reported_within_seconds(
     began = time.monotonic()
     server.send_signal(number)
     error = running.wait()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert isinstance(error, WorkerError)
     assert "the SGLang server at http://127.0.0.1:" in str(error)
     with pytest.raises(WorkerError, match="is lost"):

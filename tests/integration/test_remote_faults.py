@@ -160,7 +160,7 @@ def test_a_server_that_stays_full_counts_as_lost_in_the_end(model: Path, servers
     started = time.monotonic()
     with pytest.raises(WorkerError, match="no token"):
         tokens(engine)
-    assert 2.5 < time.monotonic() - started < 10
+    assert 2.5 < time.monotonic() - started < 60
     assert len(servers[0].asked) > 2
 
 

@@ -123,10 +123,10 @@ def test_an_answer_that_writes_a_score_does_not_score_itself(server: Server) -> 
 
 
 def test_a_judge_that_does_not_answer_times_out(server: Server) -> None:
-    server.reply = 2.0
+    server.reply = 8.0
     began = time.monotonic()
     failure(rewards(server, timeout=0.3), RewardTimeout)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 7
 
 
 @pytest.mark.parametrize("status", [301, 401, 429, 500])

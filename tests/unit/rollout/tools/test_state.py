@@ -124,8 +124,8 @@ def test_failures_of_tools_are_results_and_the_state_is_closed() -> None:
 def test_a_tool_that_hangs_costs_its_own_episode_alone() -> None:
     began = time.monotonic()
     with pytest.raises(EnvironmentFailure, match="more than"):  # report() waits behind it
-        run([call("hang", '{"seconds": 2}'), "ok"], tools=[hang], tool_timeout=0.2)
-    assert time.monotonic() - began < 1.5
+        run([call("hang", '{"seconds": 8}'), "ok"], tools=[hang], tool_timeout=0.2)
+    assert time.monotonic() - began < 7
 
 
 def test_the_model_does_not_see_the_parameter_of_the_state() -> None:
