@@ -279,8 +279,9 @@ def test_requests_of_a_lost_server_go_on_elsewhere_from_their_tokens(
         replica.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("is_keeper", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("is_keeper", [False, True])
 def test_a_server_ends_with_the_process_that_started_it(path: Path, installed: None, is_keeper: bool) -> None:
     program = (
         "from rlite.backends.sglang.server import ServerProcess\n"

@@ -58,6 +58,7 @@ def silent() -> None:
     pass
 
 
+@pytest.mark.nightly
 def test_it_joins_at_once_with_the_checkpoint_and_after_a_sync_at_the_next(
     engines: tuple[RliteInferenceEngine, RliteTrainEngine],
 ) -> None:

@@ -186,6 +186,7 @@ def test_the_role_restarts_if_the_port_of_its_killed_rank_0_is_taken(tmp_path: P
     assert "restart role ROLLOUT with a new rendezvous" in log
 
 
+@pytest.mark.nightly
 def test_a_stopped_actor_restarts_the_job(tmp_path: Path) -> None:
     run = Run(builder(tmp_path), tmp_path, "stopped")
     victim = run.pids()["actors"][1]
@@ -211,6 +212,7 @@ def test_a_killed_trainer_that_is_recoverable_restarts_alone(tmp_path: Path) -> 
     assert result.restarts == 1
 
 
+@pytest.mark.nightly
 def test_a_trainer_calls_workloads_that_were_replaced_while_it_was_made(tmp_path: Path) -> None:
     run = Run(builder(tmp_path, rollouts="workload", recoverable=True), tmp_path, "made")
     before = run.pids()

@@ -127,6 +127,7 @@ def test_a_run_that_diverges_says_so_at_once_and_ends_with_the_reason(
     assert names(out) == ["diverged-1"], "written before anybody could know"
 
 
+@pytest.mark.nightly
 def test_reinforcement_learning_that_diverges_says_so_and_ends_with_the_reason(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

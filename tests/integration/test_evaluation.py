@@ -163,6 +163,7 @@ def test_evaluation_beside_training_changes_no_weights(
     assert not (tmp_path / "beside/evaluated").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_stops_at_a_threshold_and_does_not_go_on_until_it_is_raised(model: str, tmp_path: Path) -> None:
     def fit(threshold: float) -> list[float]:
         with session():
@@ -226,6 +227,7 @@ class InterruptedInStep3(PpoTrainer):
         return super().update(batch)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_run_that_resumes_makes_it(model: str, tmp_path: Path) -> None:
     sets = {**SETS, "code": HeldOutPromptOptions(every=2)}

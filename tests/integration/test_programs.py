@@ -189,6 +189,7 @@ def test_a_program_is_asked_to_save_before_a_stopped_job_ends(
     assert ("step 1 is saved" in shown) == (how == "save")
 
 
+@pytest.mark.nightly
 def test_an_interrupted_launch_saves_and_its_job_is_found_by_its_folder(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_killed_run_resumes_bit_identically(tmp_path: Path, capsys: pytest.Captu
     assert_same(tmp_path / "killed", tmp_path / "whole")
 
 
+@pytest.mark.nightly
 def test_a_bad_row_ends_the_run_with_a_checkpoint_that_goes_on_once_it_is_repaired(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

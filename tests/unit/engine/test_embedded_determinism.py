@@ -43,7 +43,7 @@ def bits(chunk: TokenChunk) -> tuple:
         ("qwen2", "float32"),
         pytest.param("llama", "float32", marks=pytest.mark.nightly),
         pytest.param("qwen3", "float64", marks=pytest.mark.nightly),
-        ("qwen3", "bfloat16"),
+        pytest.param("qwen3", "bfloat16", marks=pytest.mark.nightly),
     ],
 )
 def test_a_request_gets_the_same_bits_in_any_company_and_after_a_restart(

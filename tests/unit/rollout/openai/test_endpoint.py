@@ -194,6 +194,7 @@ async def driver(soft: int, hard: int) -> AsyncIterator[tuple[Any, Any]]:
         await process.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_connections_that_send_nothing_stop_nobody_and_are_counted() -> None:
     async def use() -> Any:

@@ -88,6 +88,7 @@ def test_each_end_is_an_outcome_of_its_own(mood: str, kind: type[RewardError], m
     assert asyncio.run(reward(**CALL, mood="fine")) == 1.0, "the pool serves on"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_failed_rewards_leave_no_process() -> None:
     # in a process of its own: what other tests leave to their ends would be counted
