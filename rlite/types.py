@@ -21,6 +21,7 @@ from rlite.generation import token_ids as token_ids
 Aggregation = Literal["token", "sequence", "constant"]
 """averages of a loss over tokens, see `rlite.algorithms.aggregate`"""
 KLEstimator = Literal["k1", "abs", "k2", "k3"]
+KLLossEstimator = Literal["abs", "k2", "k3"]
 """estimators of the KL at a token, see `rlite.algorithms.kl_penalty`"""
 Schedule = Literal["constant", "linear", "cosine", "polynomial"]
 """schedules of the learning rate, see `rlite.algorithms.lr_factor`"""

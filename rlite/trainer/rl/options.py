@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 import rlite
 from rlite import config
@@ -39,7 +39,7 @@ from rlite.trainer.options import (
 )
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.sampling.sampler import UNIFORM, SamplerOptions
-from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, RoutingSource, Schedule
+from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, RoutingSource, Schedule
 
 Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
@@ -213,6 +213,12 @@ class CriticOptions(ReferenceOptions):
         yield from schedule_problems(self.scheduler, self.lr, self.lr_end, self.power)
 
 
+def _can_be_a_loss(estimator: Any) -> Any:
+    if estimator == "k1":
+        raise ValueError(K1_IS_NO_LOSS)
+    return estimator
+
+
 class KlOptions(Options):
     """The price of leaving the reference policy."""
 
@@ -222,17 +228,12 @@ class KlOptions(Options):
     """weight of the KL term"""
     reward_estimator: KLEstimator = "k1"
     """estimator of the types reward and advantage"""
-    loss_estimator: KLEstimator = "k2"
+    loss_estimator: Annotated[KLLossEstimator, BeforeValidator(_can_be_a_loss)] = "k2"
     """estimator of the type loss; k1 is none, because its gradient is 0 in expectation"""
     adaptive_target: FinitePositive | None = None
     """mean KL of a token towards which coef is adapted after each step; null keeps coef as it is"""
     adaptive_horizon: FinitePositive = 10000.0
     """sequences in which coef is adapted: the smaller, the faster"""
-
-    def problems(self) -> Iterator[str]:
-        """Yield why an estimator is no loss."""
-        if self.loss_estimator == "k1":
-            yield K1_IS_NO_LOSS
 
 
 class AdvantageOptions(Options):
