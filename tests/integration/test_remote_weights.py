@@ -83,7 +83,9 @@ def test_grpo_trains_on_a_server_that_serves_the_weights_of_each_step(
     versions = [batch["versions"][batch["loss_mask"].bool()].unique().tolist() for batch in trainer.batches]
     assert versions == [[0], [1], [2]]
     assert sorted(folder.name for folder in shared.iterdir()) == ["version-2", "version-3"]
-    own, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / each) for each in ("run/latest", "weights/version-3"))
+    own, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / each) for each in ("run/latest", "weights/version-3")
+    )
     for name, tensor in own.state_dict().items():
         assert torch.equal(tensor, theirs.state_dict()[name]), name
     (answer, _) = trainer.engines.rollout.generate(PROMPTS, SAMPLING)
@@ -110,10 +112,8 @@ def test_a_server_that_is_killed_between_syncs_is_left_out_and_joins_at_a_sync(
     train = RliteTrainEngine(on_meta(Qwen3Policy, model))
     train.build(colocate_with=engine)
 
-    def synced() -> None:
-        """Train a step, sync it, and compare what each server serves with the trainer."""
-        train.train_step([[1, 2, 3, 4, 5, 6]])
-        version = train.p2p_weight_sync(engine).version
+    def check(version: int) -> None:
+        """Compare what each server serves with the trainer."""
         own = AutoModelForCausalLM.from_pretrained(model)
         own.load_state_dict(train.state_dict(), strict=False)
         answers = engine.generate(PROMPTS * 2, SAMPLING)
@@ -122,6 +122,11 @@ def test_a_server_that_is_killed_between_syncs_is_left_out_and_joins_at_a_sync(
             assert made.logprobs == pytest.approx(logprobs(own, prompt, made.token_ids), abs=1e-4)
             assert set(made.versions) == {version}
 
+    def synced() -> None:
+        train.train_step([[1, 2, 3, 4, 5, 6]])
+        check(train.p2p_weight_sync(engine).version)
+
+    check(0)  # also where a server has had weights of an earlier run
     synced()
     assert engine.num_replicas == 2
     servers[1].kill()
