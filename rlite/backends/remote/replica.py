@@ -11,24 +11,26 @@ import contextlib
 import json
 import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rlite.backends.remote.server import GENERATE, RemoteOptions, attach
+from rlite.backends.remote.worker import RemoteWorker
 from rlite.backends.serving.http import ANSWER_S, LOST, CallRefused
 from rlite.backends.serving.sampler import num_left
 from rlite.backends.serving.streams import AnswerStream, StreamedReplica, version_of
 from rlite.errors import ConfigError
-from rlite.runtime.cluster.host import WorkerContext
-from rlite.runtime.parallel.shards import ParameterShard
-from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure, ServingWorker
+from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, OnFailure
 from rlite.runtime.replicas.workers import WorkerSet
 from rlite.types import GenerationHyperparameters, SequenceRequest, StopReason, TokenChunk
+from rlite.wording import warn_once
 
 logger = logging.getLogger(__name__)
 REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length"}
 BUSY = 429
 WRONG = (400, 404, 413, 422)
 """statuses of a request that no server would take"""
+FIXED = "executor 'remote': the policy is that of the servers, and fixed: no new weights reach them"
 RETRY_S = 1.0
 """seconds until a request is sent again"""
 MAX_ATTEMPTS = 5
@@ -114,40 +116,6 @@ class RemoteStream(AnswerStream):
         )
 
 
-class RemoteWorker(ServingWorker):
-    """A worker without a model, in the place of the servers.
-
-    Args:
-        context: place of this worker.
-        path: folder of the checkpoint.
-        options: options of the executor.
-        executor_size: number of workers in a replica.
-    """
-
-    def __init__(self, context: WorkerContext, path: str, options: RemoteOptions, executor_size: int) -> None:
-        self._path = path
-
-    def checkpoint(self) -> str:
-        """Return the folder of the checkpoint with which servers are compared."""
-        return self._path
-
-    def load_weights(self, path: str | None) -> None:
-        """Refuse: the weights are the servers'.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("load: the executor 'remote' cannot change the weights of its servers; load them there")
-
-    def parameter_shards(self) -> dict[str, ParameterShard]:
-        """Return nothing."""
-        return {}
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Return zeros."""
-        return {"weights": 0, "kv_cache": 0}
-
-
 class RemoteReplica(StreamedReplica):
     """Sends requests to one server.
 
@@ -161,9 +129,33 @@ class RemoteReplica(StreamedReplica):
     """
 
     def __init__(self, workers: WorkerSet, options: RemoteOptions, on_failure: OnFailure) -> None:
-        self._served = attach(options.urls[workers.index], options, workers.ask(RemoteWorker.checkpoint))
+        path = workers.ask(RemoteWorker.checkpoint)
+        self._served = attach(options.urls[workers.index], options, path)
         self._is_exact, self._places = options.logprobs == "exact", asyncio.Semaphore(options.max_num_seqs)
         super().__init__(workers, self._served.endpoint, options.stall_timeout_s, on_failure)
+        if self._served.administered is None:
+            warn_once(logger, FIXED)
+        elif self._served.version and workers.ask(RemoteWorker.folder_of, 0) == path:
+            self._load(0)  # the server has weights of an earlier run
+
+    def set_version(self, version: int) -> None:
+        """Stamp tokens with this policy version from now on, also on a server that reports another."""
+        if self._served.administered is not None and version != self._version:
+            self._load(version)
+        super().set_version(version)
+
+    def weights_changed(self, version: int) -> None:
+        """Let the server read the newest weights. The first replica that does writes them.
+
+        Raises:
+            WorkerError: the server does not serve them, but its earlier weights.
+        """
+        self._load(version)
+        self._version = version
+
+    def _load(self, version: int) -> None:
+        folder = self.workers.ask(RemoteWorker.folder_of, version)
+        self._served.load(folder, version, self._stall_timeout_s)
 
     def _stream_of(self, request: InFlightRequest) -> RemoteStream:
         return RemoteStream(request.remaining_request(), request.versions)
@@ -201,7 +193,8 @@ class RemoteReplica(StreamedReplica):
         except LOST as gone:
             return await self._lose(gone)
         if attempt < MAX_ATTEMPTS:
-            await asyncio.sleep(RETRY_S)
+            asked_s = error.retry_after_s if isinstance(error, CallRefused) else 0.0
+            await asyncio.sleep(max(RETRY_S, min(asked_s, self._stall_timeout_s)))
             self._start([request], attempt + (status != BUSY))
         elif status >= 500:  # the other requests are served
             await super()._interrupted(request, stream, attempt, error)
@@ -214,7 +207,7 @@ class RemoteReplica(StreamedReplica):
 
 
 def check(path: str, num_workers: int) -> None:
-    """Say that the policy is fixed, and refuse shares of a model.
+    """Refuse shares of a model.
 
     Args:
         path: folder of the checkpoint.
@@ -225,7 +218,15 @@ def check(path: str, num_workers: int) -> None:
     """
     if num_workers > 1:
         raise ConfigError(f"tensor_parallel_size={num_workers}: with executor 'remote' a replica is a running server")
-    logger.warning("executor 'remote': the policy is that of the servers, and fixed: no new weights reach them")
+
+
+def sync_obstacle(options: Mapping[str, Any]) -> str:
+    """Return why no new weights reach the servers; "" if they do.
+
+    Args:
+        options: options of the executor.
+    """
+    return "" if options.get("weights_folder") else "the policy of its servers is fixed without weights_folder"
 
 
 BACKEND = InferenceBackend(
@@ -235,5 +236,5 @@ BACKEND = InferenceBackend(
     check=check,
     num_replicas=lambda options: len(options.addresses),
     is_elsewhere=True,
-    capabilities=Capabilities(has_residency=False, has_weight_sync=False),
+    capabilities=Capabilities(has_residency=False, has_shared_weights=True, sync_obstacle=sync_obstacle),
 )

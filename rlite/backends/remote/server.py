@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from annotated_types import Gt
 
 from rlite.backends.serving.http import CallRefused, Endpoint
+from rlite.backends.serving.streams import version_of
 from rlite.data.prompts import raw_prompts
 from rlite.errors import ConfigError, WorkerError, shortened
 from rlite.nn.pretrained import load_config, load_tokenizer
@@ -20,7 +21,9 @@ from rlite.runtime.replicas.replica import ExecutorOptions
 from rlite.runtime.storage.secrets import read_secret
 
 KEY_VARIABLE = "RLITE_REMOTE_KEY"
+ADMIN_VARIABLE = "RLITE_ADMIN_TOKEN"
 GENERATE = "/inference/v1/generate"
+WEIGHTS = "/admin/weights"
 PROBE = "Zwölf naïve geese\tcount: 3, 17, 1024 🙂 != 0x7F;\n\n    def f(x): return 'ok'"
 """text whose ids differ between tokenizers: accents, digits, white space, code, a character of four bytes"""
 NUM_PROBED = 8
@@ -30,7 +33,10 @@ LOOK_S = 0.5
 
 
 class RemoteOptions(ExecutorOptions):
-    """Options of `executor="remote"`. Those of memory and of dtypes belong to the servers, and have no effect."""
+    """Options of `executor="remote"`. Memory belongs to the servers: its options have no effect.
+
+    `dtype` is the type of the weights that a sync writes, by default the checkpoint's.
+    """
 
     addresses: Sequence[str] = ()
     """URLs of running servers, one for each replica, such as http://10.0.0.1:8000"""
@@ -38,13 +44,20 @@ class RemoteOptions(ExecutorOptions):
     """name of the model on the servers; default: the only one that a server has"""
     api_key_file: str | None = None
     """file of mode 0600 with the servers' key. The variable RLITE_REMOTE_KEY takes precedence"""
+    weights_folder: str | None = None
+    """folder on a disk of this program and of the servers, of this run alone, into which a weight sync writes; default:
+    the servers keep their weights"""
+    admin_token_file: str | None = None
+    """file of mode 0600 with the token that opens /admin/weights of the servers, for `weights_folder`. The variable
+    RLITE_ADMIN_TOKEN takes precedence"""
     logprobs: Literal["exact", "as_served"] = "exact"
     """exact: refuse requests whose log-probabilities the servers compute otherwise than rlite. as_served: take them as
     they are, for evaluations and judges, which do not train on them"""
     start_timeout_s: Annotated[float, Gt(0)] = 10.0
     """seconds that a server may not answer, when the engine is built and when a lost server shall join again"""
     stall_timeout_s: Annotated[float, Gt(0)] = 300.0
-    """seconds without any token, with requests in flight, after which a server counts as lost"""
+    """seconds without any token, with requests in flight, after which a server counts as lost; seconds in which it must
+    load weights"""
 
     def problems(self) -> Iterator[str]:
         """Yield a message for addresses that are none."""
@@ -56,6 +69,12 @@ class RemoteOptions(ExecutorOptions):
                 yield f"addresses: expected URLs like http://10.0.0.1:8000, without a key; one is of {place.hostname!r}"
         if len(set(self.urls)) < len(self.urls):
             yield "addresses: a server is named twice; expected one server for each replica"
+        if self.weights_folder is None and self.admin_token_file is not None:
+            yield "admin_token_file: it is for weights_folder, which is not set"
+        if self.weights_folder is not None and not Path(self.weights_folder).expanduser().is_absolute():
+            yield f"weights_folder={self.weights_folder}: expected an absolute path, which the servers have too"
+        if self.weights_folder is not None and self.admin_token_file is None and ADMIN_VARIABLE not in os.environ:
+            yield f"weights_folder: the servers take weights with a token, from {ADMIN_VARIABLE} or admin_token_file"
 
     @property
     def urls(self) -> list[str]:
@@ -64,10 +83,17 @@ class RemoteOptions(ExecutorOptions):
 
     def key(self) -> str | None:
         """Return the servers' key, None without one."""
-        if (key := os.environ.get(KEY_VARIABLE)) is not None:
-            return key.strip()
-        file = self.api_key_file
-        return None if file is None else read_secret(Path(file).expanduser(), "api_key_file")
+        return _secret(KEY_VARIABLE, "api_key_file", self.api_key_file)
+
+    def admin_token(self) -> str | None:
+        """Return the administrator's token of the servers, None if they keep their weights."""
+        return self.weights_folder and _secret(ADMIN_VARIABLE, "admin_token_file", self.admin_token_file)
+
+
+def _secret(variable: str, option: str, file: str | None) -> str | None:
+    if (found := os.environ.get(variable)) is not None:
+        return found.strip()
+    return None if file is None else read_secret(Path(file).expanduser(), option)
 
 
 @dataclass(frozen=True)
@@ -78,6 +104,29 @@ class Served:
     model: str
     is_scaled: bool
     """true: log-probabilities are those at the temperature of the request"""
+    administered: Endpoint | None
+    """the server with the administrator's token; None if it keeps its weights"""
+    version: int
+    """policy version that the server reports; 0 if it reports none"""
+
+    def load(self, folder: str, version: int, timeout: float) -> None:
+        """Let the server read weights, which are then those of a version.
+
+        Args:
+            folder: a folder that it can read.
+            version: policy version.
+            timeout: seconds.
+
+        Raises:
+            WorkerError: it does not serve them in time; the message has its reason.
+        """
+        assert self.administered is not None
+        try:
+            answer = self.administered.call(WEIGHTS, {"path": folder, "version": version}, timeout)
+            if answer["version"] != version:
+                raise WorkerError(f"the server at {self.endpoint.url} answers version {answer['version']}")
+        except (WorkerError, KeyError, TypeError) as error:
+            raise WorkerError(f"version {version} of the weights is not served: {error}") from error
 
 
 def attach(url: str, options: RemoteOptions, path: str) -> Served:
@@ -104,7 +153,12 @@ def attach(url: str, options: RemoteOptions, path: str) -> Served:
         length = asked or min(limit or text.max_position_embeddings, text.max_position_embeddings)
         ids = check_tokenizer(endpoint, name, path)
         endpoint = Endpoint(url, endpoint.api_key, endpoint.kind, length, text.vocab_size)
-        return Served(endpoint, name, options.logprobs == "exact" and is_scaled(endpoint, name, ids))
+        administered = None if (token := options.admin_token()) is None else replace(endpoint, api_key=token)
+        if administered is not None:
+            check_administered(administered)
+        is_exact = options.logprobs == "exact" and is_scaled(endpoint, name, ids)
+        version = 0 if administered is None else served_version(endpoint, name, ids)
+        return Served(endpoint, name, is_exact, administered, version)
     except CallRefused as error:
         remedy = f". The key comes from {KEY_VARIABLE} or api_key_file" if error.status == 401 else ""
         raise ConfigError(f"addresses: {error}{remedy}") from error
@@ -152,6 +206,36 @@ def check_tokenizer(endpoint: Endpoint, model: str, path: str) -> list[int]:
             f"{len(theirs)} and {len(own)} tokens, and other ids from place {place} on; serve the same checkpoint"
         )
     return own
+
+
+def check_administered(server: Endpoint) -> None:
+    """Check that a server takes weights from this program: a body without a folder is the only thing that it refuses.
+
+    Args:
+        server: the server, with the administrator's token.
+
+    Raises:
+        ConfigError: it has no such route, or another token.
+    """
+    try:
+        server.call(WEIGHTS, {})
+    except CallRefused as error:
+        if error.status not in (400, 422):
+            remedy = f"`rlite serve` has it with admin_token_file. The token comes from {ADMIN_VARIABLE} or a file"
+            raise ConfigError(f"weights_folder: {error}; {remedy}") from error
+
+
+def served_version(endpoint: Endpoint, model: str, ids: list[int]) -> int:
+    """Return the policy version that a server reports with a token; 0 if it reports none.
+
+    Args:
+        endpoint: the server.
+        model: name of its model.
+        ids: a prompt.
+    """
+    body = {"model": model, "token_ids": ids, "sampling_params": {"max_tokens": 1}}
+    spans = endpoint.call(GENERATE, body)["choices"][0].get("weight_versions") or [{"version": 0}]
+    return version_of(spans[-1]["version"], 0)
 
 
 def is_scaled(endpoint: Endpoint, model: str, ids: list[int]) -> bool:

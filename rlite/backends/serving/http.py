@@ -59,15 +59,18 @@ class Endpoint:
         """Headers of every request."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
-    def refused(self, path: str, status: int, answer: str) -> CallRefused:
+    def refused(self, path: str, status: int, answer: str, retry_after: str = "") -> CallRefused:
         """Return the error for a call that the server answered with an error.
 
         Args:
             path: path of the URL.
             status: the HTTP status.
             answer: text of the response.
+            retry_after: its header of this name, in seconds. A date counts as 0.
         """
-        return CallRefused(f"the {self.kind} at {self.url}", path, status, answer)
+        error = CallRefused(f"the {self.kind} at {self.url}", path, status, answer)
+        error.retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+        return error
 
     def own_ip(self) -> str:
         """Return the address at which the server reaches this node."""
@@ -97,9 +100,7 @@ class Endpoint:
             with OPENER.open(request, timeout=timeout) as response:
                 text = response.read().decode()
         except urllib.error.HTTPError as error:
-            raise CallRefused(
-                f"the {self.kind} at {self.url}", path, error.code, error.read().decode(errors="replace")
-            ) from None
+            raise self.refused(path, error.code, error.read().decode(errors="replace")) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise WorkerError(f"the {self.kind} at {self.url} did not answer {path}: {reason!r}") from error
@@ -110,6 +111,9 @@ class Endpoint:
 
 class CallRefused(WorkerError):
     """The server answered a call with an error."""
+
+    retry_after_s: float = 0.0
+    """seconds until the server wants to be asked again"""
 
     def __init__(self, server: str, path: str, status: int, answer: str) -> None:
         super().__init__(server, path, status, answer)
@@ -144,7 +148,8 @@ class ServerClient:
         """
         async with self.session.post(self._endpoint.url + path, json=body, allow_redirects=False) as response:
             if response.status != 200:
-                raise self._endpoint.refused(path, response.status, await response.text())
+                retry_after = response.headers.get("Retry-After", "")
+                raise self._endpoint.refused(path, response.status, await response.text(), retry_after)
             yield response
 
     async def look(self, path: str) -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
 
+from rlite.backends.models.stored import StoredCheckpoint, held_tensors
+from rlite.nn.pretrained import load_config, meta_model
 from rlite.runtime.parallel.host_memory import give_back_cached_memory, pin
+from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import DeviceArena, SharedArena, aligned_bytes
 
 Weights = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -65,3 +70,62 @@ def has_room(device: torch.device, nbytes: int) -> bool:
         return False
     give_back_cached_memory()
     return torch.cuda.mem_get_info(device)[0] >= nbytes + RESERVED_BYTES
+
+
+class CheckpointStaging:
+    """The weights of a checkpoint's model on their way into a program that knows them by their stored names.
+
+    Args:
+        path: folder of the checkpoint.
+        dtype: dtype of the weights.
+        device: the worker's device.
+        reader_index: number of the GPU in the program that reads the memory; None if it is the same as here.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device, reader_index: int | None = None) -> None:
+        self.held = held_tensors(meta_model(load_config(path), dtype))
+        """dtypes and shapes of all weights, by the names of their parameters"""
+        self.shards: dict[str, ParameterShard] = {}
+        """weights of a sync that the program has not read yet"""
+        self._path, self._device, self._reader_index = path, device, reader_index
+        self._arena: SharedArena | DeviceArena | None = None
+
+    @cached_property
+    def stored(self) -> StoredCheckpoint:
+        """The checkpoint, whose names the program knows."""
+        return StoredCheckpoint(meta_model(load_config(self._path)), self._path)
+
+    @cached_property
+    def _memory(self) -> Staging:
+        return Staging(self._device, self.held, self._reader_index)
+
+    def begin(self, is_near: bool) -> None:
+        """Begin a sync with unwritten memory; see `Staging.begin`.
+
+        Raises:
+            WeightSyncError: the checkpoint is quantised.
+        """
+        self.stored.check_syncable()
+        self.forget()  # what a failed sync has left
+        self._arena = arena = self._memory.begin(is_near)
+        boxes = {name: arena.empty(shape, dtype) for name, (dtype, shape) in self.held.items()}
+        self.shards = {name: ParameterShard(box, (0,) * box.dim(), tuple(box.shape)) for name, box in boxes.items()}
+
+    def handles(self) -> dict[str, Any]:
+        """Return the handles by which another process opens the weights of a sync."""
+        assert self._arena is not None
+        return {name: self._arena.handle_of(shard.tensor) for name, shard in self.shards.items()}
+
+    def forget(self) -> None:
+        """Drop the weights of a sync."""
+        self.shards, self._arena = {}, None
+
+    def end(self) -> None:
+        """Drop the weights, which the program has read; see `Staging.end`."""
+        self.forget()
+        self._memory.end()
+
+    def free(self) -> None:
+        """Drop the weights, and give host memory back, too."""
+        self.forget()
+        self._memory.free()

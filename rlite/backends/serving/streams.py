@@ -212,9 +212,7 @@ class StreamedReplica(WorkerReplica):
             if (told := objection(stream.request, *limits)) is not None:
                 self._deliver(stream.refusal(told), stream)
             else:
-                await self._ask(stream)
-        except (CallRefused, *LOST) as error:
-            await self._interrupted(request, stream, attempt, error)
+                await self._attempt(request, stream, attempt)
         except asyncio.CancelledError:
             if number in self._tasks:  # it rests, and is not forgotten
                 self._waiting.append(request)
@@ -224,6 +222,12 @@ class StreamedReplica(WorkerReplica):
                 del self._tasks[number]
             if not stream.is_finished and self.failure is None:
                 self._abandon(stream)
+
+    async def _attempt(self, request: InFlightRequest, stream: AnswerStream, attempt: int) -> None:
+        try:
+            await self._ask(stream)
+        except (CallRefused, *LOST) as error:
+            await self._interrupted(request, stream, attempt, error)
 
     async def _rest(self) -> None:
         self._is_paused, tasks = True, list(self._tasks.values())

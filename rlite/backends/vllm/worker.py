@@ -12,26 +12,23 @@ import contextlib
 import math
 import os
 from collections.abc import Awaitable, Callable
-from functools import cached_property
 from typing import Any, Concatenate
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.serving.pump import PumpedReplica
-from rlite.backends.serving.staging import Staging
+from rlite.backends.serving.staging import CheckpointStaging
 from rlite.backends.vllm import release
 from rlite.backends.vllm.process import EngineProcess, P, T
 from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
-from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
+from rlite.nn.pretrained import end_ids, load_config, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
-from rlite.runtime.parallel.shared_memory import DeviceArena, SharedArena
 from rlite.runtime.parallel.tensor import attention_shape
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
 from rlite.runtime.replicas.workers import Part, RankChoice
@@ -69,8 +66,6 @@ class VllmWorker:
         self._environment = self._variables()
         self._version = 0
         self._process: EngineProcess | None = None
-        self._handed_on: tuple[SharedArena | DeviceArena, dict[str, ParameterShard]] | None = None
-        """weights of a sync that vLLM has not read yet"""
         self._on_device: set[str] = set()
         """parts of vLLM's memory that are on the device"""
         if not self._is_first:
@@ -80,8 +75,8 @@ class VllmWorker:
         if self._dtype not in DTYPES:
             told = f"vLLM does not compute in the checkpoint's {self._dtype}; give dtype= one of {DTYPES}"
             raise ConfigError(f"{path}: {told}")
-        self._held = held_tensors(meta_model(self._config, getattr(torch, self._dtype)))
-        self._staging = Staging(torch.device(context.torch_device), self._held, reader_index=0)
+        dtype, device = getattr(torch, self._dtype), torch.device(context.torch_device)
+        self._staged = CheckpointStaging(path, dtype, device, reader_index=0)
         self._start("auto")
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -155,14 +150,9 @@ class VllmWorker:
         """Read weights from a checkpoint of the same model; None is the engine's own."""
         if not self._is_first:
             return
-        self._handed_on = None
+        self._staged.forget()
         self.to_device("weights")
         self._load(path or self._path, None)
-
-    @cached_property
-    def _stored(self) -> StoredCheckpoint:
-        """The checkpoint, whose names the engine knows."""
-        return StoredCheckpoint(meta_model(load_config(self._path)), self._path)
 
     def stage(self, is_near: bool) -> None:
         """Begin a sync with unwritten memory; see `StagingWorker.stage`.
@@ -172,31 +162,22 @@ class VllmWorker:
         Raises:
             WeightSyncError: vLLM serves a quantised checkpoint.
         """
-        if not self._is_first:
-            return
-        self._stored.check_syncable()
-        self._handed_on = None  # what a failed sync has left
-        arena = self._staging.begin(is_near and self._size == 1)
-        boxes = {name: arena.empty(shape, dtype) for name, (dtype, shape) in self._held.items()}
-        shards = {name: ParameterShard(box, (0,) * box.dim(), tuple(box.shape)) for name, box in boxes.items()}
-        self._handed_on = arena, shards
+        if self._is_first:
+            self._staged.begin(is_near and self._size == 1)
 
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return staging tensors of all parameters and stored buffers during a sync, on the first rank alone."""
-        return {} if self._handed_on is None else self._handed_on[1]
+        return self._staged.shards if self._is_first else {}
 
     def weights_changed(self, version: int) -> None:
         """Let vLLM read the staging tensors."""
         self._version = version
-        if self._handed_on is None:  # the weights came from a checkpoint
+        if not self.parameter_shards():  # the weights came from a checkpoint
             self._call(Server.set_version, version)
             return
-        arena, shards = self._handed_on
-        handles = {name: arena.handle_of(shard.tensor) for name, shard in shards.items()}
-        self._load((handles, self._stored.conversion, self._path, self._stored.untrained), version)
-        self._handed_on = None
-        del arena, shards
-        self._staging.end()
+        stored = self._staged.stored
+        self._load((self._staged.handles(), stored.conversion, self._path, stored.untrained), version)
+        self._staged.end()
 
     def _load(self, source: Any, version: int | None) -> None:
         """Let vLLM load weights.
@@ -232,9 +213,8 @@ class VllmWorker:
 
     def to_meta(self) -> None:
         """Free all memory. vLLM has no sleep mode on CPU, so there its processes end."""
-        self._handed_on = None
         if self._is_first:
-            self._staging.free()
+            self._staged.free()
         if self._is_cpu:
             self.shut_down()
         self._sleep(2)
@@ -247,7 +227,7 @@ class VllmWorker:
         """Return the bytes that this replica holds on its devices, on the first rank."""
         held = {"weights": 0, "kv_cache": 0}
         if self._process is not None:
-            held["weights"] = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._held.values())
+            held["weights"] = sum(dtype.itemsize * math.prod(shape) for dtype, shape in self._staged.held.values())
             held["kv_cache"] = self._process.cache_bytes
         return {part: nbytes if part in self._on_device else 0 for part, nbytes in held.items()}
 

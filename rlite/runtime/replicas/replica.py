@@ -145,6 +145,10 @@ class Capabilities:
     """weights and KV cache can leave the device and come back while the replica lives"""
     has_weight_sync: bool = True
     """weight sync may write into `Worker.parameter_shards()` of the replica's workers"""
+    sync_obstacle: Callable[[Mapping[str, Any]], str] = lambda options: ""
+    """sync_obstacle(options): why the options of `build` do not allow weight sync; "" if they do"""
+    has_shared_weights: bool = False
+    """engines with the same options serve the same weights"""
     has_readable_weights: bool = False
     """`parameter_shards()` holds the served weights at any time, so a replica that joins can copy them; otherwise it
     joins at the next weight sync"""

@@ -270,8 +270,8 @@ class ReplicaSet:
     def __post_init__(self) -> None:
         is_elastic = self.is_elsewhere or (self.session is not None and self.session.launcher.survives_deaths)
         budget = RestartBudget(self.max_replacements if is_elastic else 0)
-        self.supervisor = ReplicaSupervisor(self.name, budget, self._replace, lambda lost: self.router.add(lost))
-        self.router = Router(self.name, self.policy, on_loss=self.supervisor.take_over)
+        self.supervisor = ReplicaSupervisor(self.name, budget, self._replace, self._give_up)
+        self.router = Router(self.name, self.policy, on_loss=self._note_loss)
 
     @property
     def all(self) -> Sequence[Replica]:
@@ -285,8 +285,8 @@ class ReplicaSet:
 
     @property
     def members(self) -> list[WorkerSet]:
-        """The workers of the replicas."""
-        return [replica.workers for replica in self.all]
+        """The workers of the replicas; those that stand for several replicas once."""
+        return list({replica.workers.ranks: replica.workers for replica in self.all}.values())
 
     @property
     def num_in_flight(self) -> int:
@@ -325,7 +325,7 @@ class ReplicaSet:
         Raises:
             WorkerError: a replica is lost and stays lost.
         """
-        if not self.max_replacements:
+        if not self.max_replacements and not self.is_elsewhere:
             for replica in self.all:
                 replica.check()
             return together(self.all, act)
@@ -390,13 +390,27 @@ class ReplicaSet:
             replica.pause()
             self.admit(replica)
 
+    def _note_loss(self, replica: Replica) -> bool:
+        """Begin to replace a lost replica.
+
+        Returns:
+            Whether the set goes on without it: it is replaced, or it is a server that others start.
+        """
+        return self.supervisor.take_over(replica) or self.is_elsewhere
+
+    def _give_up(self, lost: Replica) -> None:
+        """Record that a replica stays lost. Servers of others' are left out; calls on all replicas go on."""
+        if not self.is_elsewhere:
+            self.router.add(lost)
+
     def _hand_over(self, replica: Replica, error: WorkerError) -> bool:
         """Let a lost replica be replaced; its requests move to the others.
 
         Returns:
             False if it stays lost.
         """
-        if replica in self.all and self._has_others(replica) and self.supervisor.has_budget:
+        can_go = self.supervisor.has_budget or self.is_elsewhere
+        if replica in self.all and self._has_others(replica) and can_go:
             replica.workers.mark_lost(error)
             replica.close()  # its thread moves its requests
             self.router.replica_failed(replica, [], error)  # if the thread had ended before

@@ -277,6 +277,8 @@ class ServingEngine(Engine):
             ResidencyError: the engine has no memory for weights.
         """
         self._need(self.capabilities.has_weight_sync, "p2p_weight_sync", "release() and build() it with a checkpoint")
+        obstacle = self.capabilities.sync_obstacle(vars(self.options)) if self.is_built else ""
+        self._need(not obstacle, "p2p_weight_sync", obstacle)
         with self._replicas.membership:
             self._need_memory()  # another thread may have moved it before
             with self._writing_weights(on_inflight):

@@ -45,6 +45,8 @@ class Admin:
     def __init__(self, engine: TextEngine, token: str) -> None:
         self._engine, self._folder, self._digest = engine, Path(engine.path), digest(token)
         self._turn = threading.Lock()
+        self._own: dict[str, tuple[int, ...]] = {}
+        """shapes of the weights that are served: their folder may be gone when the next is read"""
 
     def check(self, token: str) -> None:
         """Check the token of a request, in a time that tells nothing of it.
@@ -96,7 +98,8 @@ class Admin:
         """Return the number of tensors of a folder, which has the names and shapes of the weights that are served."""
         version = self._engine.get_version()
         try:
-            own, new = [_shapes(CheckpointReader(each)) for each in (self._folder, folder)]
+            self._own = own = self._own or _shapes(CheckpointReader(self._folder))
+            new = _shapes(CheckpointReader(folder))
         except CheckpointError as error:
             raise _refused("the path is no folder of readable safetensors", version) from error
         for name in sorted((own.keys() | new.keys()) - {_TIED}):

@@ -80,9 +80,12 @@ class DevicePlan:
         actor, trainer = options.actor, options.trainer
         rollout = self._inference_engine()
         check_engine(options.rollout, rollout.extras)
-        if not rollout.capabilities.has_weight_sync:
-            told = f"rollout.executor={rollout.executor_name}: the policy of its servers is fixed, and training needs"
-            raise ConfigError(f"{told} a policy that gets new weights; use torch, vllm or sglang")
+        can, told = rollout.capabilities, f"rollout.executor={rollout.executor_name}"
+        if obstacle := can.sync_obstacle(options.rollout.executor_options):
+            raise ConfigError(f"{told}: {obstacle}, and training needs a policy that gets new weights")
+        if can.has_shared_weights and trainer.evaluate != "in_turns":
+            why = "evaluations would have weights of their own, and the servers serve one policy"
+            raise ConfigError(f"{told}, trainer.evaluate={trainer.evaluate}: {why}; use trainer.evaluate=in_turns")
         num_updates = max(trainer.total_steps - actor.freeze_steps, 1) * actor.update_per_rollout
         critic = reference = None
         if options.has_critic:
@@ -120,7 +123,8 @@ class DevicePlan:
                 engines.rollout.cuda()
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
         engines.is_apart = rollout.max_head_offpolicyness > 0
-        engines.takes_turns = {engines.rollout: default and not engines.is_apart}
+        can_leave = engines.rollout.capabilities.has_residency and not engines.is_apart
+        engines.takes_turns = {engines.rollout: default and can_leave}
         engines.resident = engines.rollout if engines.takes_turns[engines.rollout] else None
         owner = engines.actor if engines.is_apart else engines.rollout
         for (engine, _, offload), own in zip(models, build_options, strict=True):
