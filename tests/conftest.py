@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from hypothesis import settings
 
+import tests
 from tests import forked_python
 
 # a shared or slow machine is no reason for a property test to fail
@@ -50,6 +52,8 @@ def own_loggers() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share one server of Python programs, and compiled modules, between all processes of tests."""
+    # a sandbox then imports what a test's reward needs, not its whole module: ten seconds of CPU time each
+    cloudpickle.register_pickle_by_value(tests)
     if not hasattr(config, "workerinput"):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each program would compile the library again
         folder = Path(tempfile.mkdtemp(prefix="python-", dir="/tmp"))  # short: it is in the programs' first lines

@@ -82,6 +82,18 @@ def test_importing_the_public_surface_loads_nothing_heavy(module: str) -> None:
     assert heavy_after(f"import {module}\nassert 'pydantic' not in sys.modules") == []
 
 
+def test_a_sandbox_process_loads_no_torch_for_what_it_runs() -> None:
+    """Seconds and hundreds of megabytes for each process of a reward, an environment or a tool."""
+    rewards = [path.stem for path in (ROOT / "rlite/rollout/rewards").glob("*.py")]
+    in_the_program = {"__init__", "configured_rewards", "function", "groups", "judges", "models", "options", "weighted"}
+    modules = [f"rlite.rollout.rewards.{name}" for name in rewards if name not in in_the_program]
+    modules += [f"rlite.rollout.environments.{name}" for name in ("file", "gym_calls", "trl_calls", "trl_schemas")]
+    modules += ["rlite.rollout.tools.response_template", "rlite.services.environments.verifiers_calls"]
+    assert len(modules) >= 14
+    checks = [f"import {name}\nassert 'torch' not in sys.modules, {name!r}" for name in modules]
+    assert "torch" not in heavy_after("\n".join(checks))
+
+
 def test_options_load_nothing_heavy() -> None:
     package = ROOT / "rlite"
     files = [*package.rglob("*options.py"), package / "control" / "spec.py"]

@@ -12,38 +12,14 @@ from typing import Any, Unpack
 from rlite.data.chat.forms import Message
 from rlite.errors import ConfigError
 from rlite.rollout.environments.tool_episodes import ToolEpisode, last_user_message
-from rlite.rollout.environments.trl_calls import EnvironmentReward, FactoryFile, TrlFunction, find_factories, tool_names
+from rlite.rollout.environments.trl_calls import EnvironmentReward, FactoryFile, TrlFunction
+from rlite.rollout.environments.trl_schemas import ToolSchemas
 from rlite.rollout.environments.workflow import ProcessOptions, sandboxed
 from rlite.rollout.rewards.adapters import from_trl
 from rlite.rollout.rewards.groups import GroupReward
 from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCall
-from rlite.rollout.tools.toolbox import Tool, ToolResult
-
-
-class ToolSchemas:
-    """Function that reads the tools of an environment in its process, from type hints and docstrings.
-
-    Args:
-        factory: as of `TrlFunction`.
-    """
-
-    def __init__(self, factory: Any) -> None:
-        self.factory = factory
-
-    def __call__(self, row: Mapping[str, Any]) -> Any:
-        """Return the schemas, and whether the environment has a method `get_reward`.
-
-        Raises:
-            ConfigError: the environment has no `reset`, or no schema can be derived from one of its methods.
-        """
-        environments = [factory() for factory in find_factories(self.factory, row)]
-        for environment in environments:
-            if not callable(getattr(environment, "reset", None)):
-                raise ConfigError(f"{type(environment).__name__} has no method reset(**row)")
-        tools = [Tool.of(getattr(one, name)) for one in environments for name in tool_names(type(one))]
-        has_reward = all(callable(getattr(environment, "get_reward", None)) for environment in environments)
-        return [[dict(tool.schema) for tool in tools], has_reward]
+from rlite.rollout.tools.toolbox import ToolResult
 
 
 class TrlEpisode(ToolEpisode):

@@ -12,7 +12,7 @@ from rlite.assembly.quickstart.run import CHATML
 from rlite.errors import ConfigError
 from rlite.rollout import GenerationHyperparameters, ScriptedEngine, ToolUseWorkflow
 from rlite.rollout.openai import AgentWorkflow
-from rlite.rollout.tools import workflow
+from rlite.rollout.tools import response_template
 from rlite.rollout.tools.formats import FORMATS, ToolCall, ToolCallFormat
 from rlite.rollout.tools.workflow import tool_call_format
 from tests.agents import WITH_TOOLS, Speaker, tokenizer_with
@@ -136,13 +136,13 @@ def test_a_tokenizers_own_response_template_comes_first() -> None:
 
 
 def test_patterns_of_a_response_template_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workflow, "PARSE_TIMEOUT", 2.0)
+    monkeypatch.setattr(response_template, "PARSE_TIMEOUT", 2.0)
     tokenizer = tokenizer_with(FOREIGN)
     calls = {**RESPONSE_TEMPLATE["fields"]["tool_calls"], "close_pattern": "(x+x+)+y"}
     del calls["close"]
     fields = {**RESPONSE_TEMPLATE["fields"], "tool_calls": calls}
     tokenizer.response_template = {**RESPONSE_TEMPLATE, "fields": fields}
-    form = workflow.template_format(tokenizer, "<|im_start|>assistant\n")
+    form = response_template.template_format(tokenizer, "<|im_start|>assistant\n")
     text = "<call add>" + "x" * 5000
 
     async def read() -> tuple[Any, int]:
