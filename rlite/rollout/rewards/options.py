@@ -79,6 +79,11 @@ class JudgeOptions(Options):
         if self.lowest >= self.highest:
             yield f"lowest={self.lowest:g}: expected less than highest={self.highest:g}"
 
+    @property
+    def engine_key(self) -> tuple[Any, ...]:
+        """What judges have in common that share an engine."""
+        return (self.model, *(getattr(self, name) for name in SERVING))
+
     def rubric_text(self, key: str) -> str:
         """Return the rubric, from its file if it has one.
 

@@ -436,6 +436,7 @@ class PpoConfig(LaunchOptions):
                 "its own reward, so every advantage is 0; use more of either, or adv.estimator=gae"
             )
         yield from self._problems_of_gdpo()
+        yield from self._problems_of_shares()
         if self.adv.estimator in OWN_ESTIMATORS:
             yield from self.slow_problems()
         rollout = self.rollout
@@ -456,6 +457,22 @@ class PpoConfig(LaunchOptions):
             yield "adv.options.weights: the weights of rewards are reward.NAME.weight; leave it out"
         if self.kl.type == "reward":
             yield "kl.type=reward: adv.estimator=gdpo has no single reward that could pay; use loss or advantage"
+
+    def _problems_of_shares(self) -> Iterator[str]:
+        # judges with the same options of the engine share one
+        beside = {
+            own.judge.engine_key: (f"reward.{name}.judge", own.judge)
+            for name, own in self.reward.items()
+            if own.judge is not None and own.judge.url is None and own.num_devices is None
+        }
+        engines = [("rollout", self.rollout), *beside.values()]
+        total = sum(engine.gpu_memory_utilization for _, engine in engines)
+        if beside and total > 1.001:
+            shares = (f"{key}.gpu_memory_utilization={engine.gpu_memory_utilization:g}" for key, engine in engines)
+            yield (
+                f"{', '.join(shares)}: engines on the same devices would take {total:g} of their memory; lower one, or "
+                "give a judge devices of its own (reward.NAME.num_devices)"
+            )
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""

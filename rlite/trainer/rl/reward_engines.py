@@ -339,8 +339,7 @@ def _judge_engines(asked: Sequence[Asked], is_deterministic: bool) -> dict[tuple
         for judge in functions_of(getattr(each[0], "reward_fn", None)):
             if isinstance(judge, LlmJudge) and judge.options.url is None:
                 _sampling(judge, is_deterministic)
-                own = judge.options
-                key = (own.model, *(getattr(own, name) for name in SERVING), judge.num_devices)
+                key = (*judge.options.engine_key, judge.num_devices)
                 found[key] = found[key] if key in found else JudgeEngine.of(judge)
                 found[key] = found[key].checked(judge, each)
                 if judge not in found[key].judges:

@@ -91,3 +91,15 @@ def test_a_batch_of_one_response_teaches_nothing_without_a_critic() -> None:
         load(PpoConfig, single)
     for enough in ("adv.estimator=gae", "train_data.prompts_per_rollout=2", "kl.type=reward"):
         load(PpoConfig, [*single, enough])
+
+
+def test_engines_on_the_same_devices_take_no_more_than_their_memory() -> None:
+    def judged(name: str, **own: Any) -> list[str]:
+        return [f"reward.{name}.judge.{key}={value}" for key, value in {"model": "j", "rubric": "r", **own}.items()]
+
+    run = ["actor.model_name=m", *judged("one")]
+    load(PpoConfig, [*run, *judged("two")])  # one engine
+    load(PpoConfig, [*run, *judged("two", model="k"), "reward.two.num_devices=1"])
+    load(PpoConfig, [*run, *judged("two", url="http://127.0.0.1:1/v1")])
+    with pytest.raises(ConfigError, match=r"reward.two.judge.gpu_memory_utilization=0.3: .* take 1.2 of their memory"):
+        load(PpoConfig, [*run, *judged("two", model="k")])
