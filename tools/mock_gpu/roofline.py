@@ -65,6 +65,8 @@ PERHAPS_VIEWS = frozenset(("reshape", "flatten", "to", "contiguous"))
 """operations without a kernel if their result is their argument's memory"""
 WRITES_PART = frozenset(("index_copy_", "index_put_", "index_add_", "scatter_", "_index_put_impl_"))
 """operations that touch as much of their first argument as the others hold"""
+COPIES = frozenset(("copy_", "_foreach_copy_"))
+"""operations that write their first argument and do not read it"""
 READS_PART = frozenset(("index_select", "gather", "embedding", "index"))
 """operations that read as much as they write"""
 CAUSAL = 0.5
@@ -94,6 +96,8 @@ def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
         return 2 * _bytes(args[1:])
     if name in READS_PART:
         return 2 * _bytes(out)
+    if name in COPIES:
+        return _bytes(args)
     return _bytes((args, kwargs)) + _bytes(out)
 
 
@@ -118,6 +122,11 @@ class Roofline(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.by_operation: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled while the mode is active."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -167,18 +176,24 @@ def own_kernels(roofline: Roofline, known: Mapping[str, float] = MappingProxyTyp
     except ImportError:
         yield
         return
-    run = JITFunction.run
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    run, run_compiled = JITFunction.run, CachingAutotuner.run
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = self.fn.__name__
         roofline.add("elementwise", name, 0, known.get(name) or _bytes((args, kwargs)))
         return run(self, *args, **kwargs)
 
-    JITFunction.run = counted
+    def counted_compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        roofline.add("elementwise", self.fn.__name__, 0, _bytes(args))
+        return run_compiled(self, *args, **kwargs)
+
+    JITFunction.run, CachingAutotuner.run = counted, counted_compiled
     try:
         yield
     finally:
-        JITFunction.run = run
+        JITFunction.run, CachingAutotuner.run = run, run_compiled
 
 
 @contextmanager

@@ -48,6 +48,8 @@ class EmbeddedOptions(ExecutorOptions):
     """on a GPU, decode with rlite's Triton kernel, which reads the pages in place. Without it, with a Triton that is
     missing, or if the kernel computes something else than PyTorch at build, each step gathers all keys and values. Off
     until it has been measured on a GPU"""
+    flash_attention_3: bool = False
+    """on Hopper GPUs, prefill by FlashAttention 3 (package flash_attn_3), in the whole process; elsewhere torch's"""
     max_prefill_tokens: Count = 4096
     """tokens of one prefill forward; longer prompts are prefilled in chunks"""
     cuda_graphs: bool = True

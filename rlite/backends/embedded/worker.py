@@ -34,6 +34,7 @@ from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRec
 from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
 from rlite.backends.embedded.speculation import Speculator
 from rlite.backends.models import architecture
+from rlite.backends.models.attention import use_flash_attention_3
 from rlite.backends.models.mixers import check_not_split
 from rlite.backends.models.stored import StoredCheckpoint
 from rlite.backends.serving.pump import PumpedReplica
@@ -172,6 +173,8 @@ class EmbeddedWorker:
         is_fixed = group is None and not options.deterministic and architecture.rope_limit(config) is None
         is_fixed = is_fixed and not weights.has_state
         is_recorded = options.cuda_graphs and device.type == "cuda" and is_fixed
+        if options.flash_attention_3:
+            use_flash_attention_3(device)
         is_wanted = options.paged_kernel and device.type == "cuda" and not has_tiles
         kernel = decode_kernel(weights.layers, weights.dtype, device) if is_wanted else None
         recorder = GraphRecorder(device)

@@ -67,6 +67,8 @@ class Fsdp2Options(Options):
     fused_head: bool = False
     """compute log-probabilities, entropies and their gradient by Triton kernels of one pass over the logits (package
     triton, GPUs only); elsewhere torch's operations compute them"""
+    flash_attention_3: bool = False
+    """on Hopper GPUs, attention by FlashAttention 3 (package flash_attn_3), in the whole process; elsewhere torch's"""
     deterministic: bool = False
     """log-probabilities whose bits depend on the sequence alone, not on its batch, packing or shards: for Llama, Qwen2,
     Qwen3 and Qwen3-MoE in float32 on CPU. They equal those that executor "torch" serves with deterministic=true.

@@ -31,6 +31,7 @@ from rlite.backends.fsdp2.memory import Choice, Savings, choose, footprint_of, f
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
 from rlite.backends.models.architecture import check_container, check_fit
+from rlite.backends.models.attention import use_flash_attention_3
 from rlite.backends.models.experts import implementation_for, use_implementation
 from rlite.backends.models.expressions import Held
 from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
@@ -244,6 +245,7 @@ class Fsdp2Worker(BatchRunner):
         self._choice: Choice | None = None
         """made once, for the memory that is free later depends on what is away"""
         self._head_kernels = head_kernels(self._device.type) if options.fused_head else None
+        self._flash = use_flash_attention_3(self._device) if options.flash_attention_3 else None
         dims = layout(context.world_size, executor_size, options)
         self._mesh = fsdp.make_mesh(self._device.type, context.world_ranks, context.rank, dims)
         self._everyone = subgroup(context.world_ranks)
@@ -289,6 +291,8 @@ class Fsdp2Worker(BatchRunner):
         told = {"memory": self._choice.text()}
         if self._options.fused_head:
             told["head"] = "torch's operations" if self._head_kernels is None else "Triton kernels"
+        if self._flash is not None:
+            told["attention"] = self._flash
         if self._compiled is not None:
             told["compile"] = self._compiled.text()
         return told

@@ -8,17 +8,20 @@ was measured and rejected: it is faster only below about 30 tokens (docs/perform
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
@@ -26,6 +29,7 @@ from rlite.errors import ConfigError
 from rlite.runtime.parallel.context_parallel import ContextShare
 from rlite.runtime.parallel.prefix_tree import select_rows
 
+logger = logging.getLogger(__name__)
 PACKED = "rlite_packed"
 TAKES_GROUPED_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """true if torch's variable-length attention takes fewer key heads than query heads"""
@@ -36,6 +40,7 @@ MAX_FLASH_WIDTH = 256
 QUERIES = 256
 """queries whose scores are held at once, if they are computed one by one"""
 
+FLASH_3 = "FlashAttention 3"
 Attend = Callable[..., Tensor]
 """attention of one sequence, with the arguments of `causal_attention`"""
 
@@ -194,7 +199,7 @@ def packed_attention(
         # one split replaces many slices, because the gradient of a slice is as long as the pack
         parts = zip(*(x.split(packed_layout.lengths, dim=2) for x in (query, key, value)), strict=True)
         return torch.cat([attend(q, k, v).transpose(1, 2) for q, k, v in parts], dim=1), None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     if share is not None:
         if share.group is not None:
             k, v = share.gather_keys(torch.cat([k, v], dim=-1)).split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -388,6 +393,22 @@ def varlen(
         lse = lse + linear - linear.detach()
     share = torch.sigmoid(lse - softmax.sinks.float())
     return (out[..., :width].float() * share[..., None]).to(out.dtype)
+
+
+@cache
+def use_flash_attention_3(device: torch.device) -> str:
+    """Let all flash attention of this process run FlashAttention 3, if it can.
+
+    Returns:
+        What runs, for the start report.
+    """
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if not is_hopper or importlib.util.find_spec("flash_attn_interface") is None:
+        reason = "the package flash_attn_3 is not installed" if is_hopper else "it needs a Hopper GPU, such as an H100"
+        logger.warning("flash_attention_3=true: %s; torch's attention is used", reason)
+        return f"torch's: {reason}"
+    activate_flash_attention_impl("FA3")
+    return FLASH_3
 
 
 def _flash(

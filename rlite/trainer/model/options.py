@@ -17,7 +17,7 @@ OptimizerName = Literal["adamw", "muon"]
 BUILD_OPTIONS = (
     *("tp_size", "sp_size", "ep_size", "balance_by", "packing_method", "share_prefixes", "max_grad_norm"),
     *("gradient_checkpointing", "use_liger_kernel", "offload_optimizer", "drop_untrained"),
-    *("reshard_after_forward", "compile", "fused_head"),
+    *("reshard_after_forward", "compile", "fused_head", "flash_attention_3"),
     *("experts_implementation", "router_aux_loss_coef", "router_bias_update_rate"),
 )
 """options of a model that the engine's build takes under the same names"""
@@ -104,6 +104,8 @@ class ModelOptions(LayoutOptions):
     """layers: compile each layer by torch.compile; null: run layers as they are"""
     fused_head: bool = False
     """log-probabilities and their gradient by Triton kernels of one pass over the logits (package triton); GPUs only"""
+    flash_attention_3: bool = False
+    """on Hopper GPUs, attention by FlashAttention 3 (package flash_attn_3)"""
     gradient_checkpointing: ByMemory = "auto"
     """recompute activations in the backward pass; auto: if memory is short"""
     offload_optimizer: ByMemory = "auto"
