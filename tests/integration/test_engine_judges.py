@@ -20,7 +20,7 @@ from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.rewards.options import JudgeOptions, RewardOptions
 from rlite.trainer.rl.reward_engines import RewardEngines
 from tests.agents import tokenizer_with
-from tests.integration.worlds import ray_session
+from tests.integration.worlds import kill, process_of, ray_session
 from tests.tiny import build_model_dir
 
 ROW: dict[str, Any] = {"prompt": "2+2=", "answer": "4"}
@@ -32,8 +32,8 @@ def no_session() -> Iterator[None]:
     rlite.shutdown()
 
 
-def judge_dir(folder: Path, has_template: bool = True, **config: Any) -> str:
-    build_model_dir(folder, hidden=32, **{"max_position_embeddings": 1024, **config})
+def judge_dir(folder: Path, has_template: bool = True, hidden: int = 32, **config: Any) -> str:
+    build_model_dir(folder, hidden=hidden, **{"max_position_embeddings": 1024, **config})
     tokenizer = tokenizer_with(CHATML)
     tokenizer.save_pretrained(folder)
     if not has_template:
@@ -144,4 +144,27 @@ def test_a_judge_has_devices_of_its_own(tmp_path: Path) -> None:
         assert "on 1 device of its own" in engines.topic()["reward models"]
         with pytest.raises(RewardInvalid, match="last line"):
             asyncio.run(made.reward_fn(**ROW, completions="4", prompt_ids=[1], completion_ids=[2]))
+        engines.release()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_judge_that_loses_a_replica_judges_every_answer(tmp_path: Path) -> None:
+    made = workflow(chosen(judge_dir(tmp_path), num_devices=2, max_new_tokens=200))
+    engines = served(made)
+    with ray_session(3):
+        assert engines.build_apart(3, 0) == 1
+        [judge] = engines.judges.values()
+        ask = judge.judges[0].ask
+        assert ask is not None
+
+        async def judged() -> list[str]:
+            asked = [asyncio.create_task(ask(f"question {number}")) for number in range(8)]
+            while not judge.engine.num_in_flight:
+                await asyncio.sleep(0.01)
+            kill(process_of(judge.engine, 1))
+            return await asyncio.gather(*asked)
+
+        calm = [asyncio.run(ask(f"question {number}")) for number in range(8)]
+        assert asyncio.run(judged()) == calm
         engines.release()
