@@ -36,8 +36,17 @@ pytestmark = pytest.mark.slow
 class Server:
     """A process of `rlite serve` that can be killed and started again at its port."""
 
-    def __init__(self, model: Path, port: int = 0) -> None:
-        command = [sys.executable, "-m", "rlite.cli", "serve", str(model), f"port={port}", "max_model_len=512"]
+    def __init__(self, model: Path, port: int = 0, *options: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "rlite.cli",
+            "serve",
+            str(model),
+            f"port={port}",
+            "max_model_len=512",
+            *options,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RLITE_SERVE_TOKEN": KEY}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None

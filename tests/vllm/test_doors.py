@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from rlite import RliteInferenceEngine
 from rlite.services.endpoint.admin import ROUTE
 from tests.integration.test_admin_weights import TOKEN, WRONG, Post, changed, generated, permuted, use
 from tests.integration.test_engine_judges import ROW, chosen, judge_dir, served, workflow
+from tests.integration.test_remote_servers import KEY, Server
 from tests.integration.worlds import MARK, ray_session
 from tests.tiny import build_model_dir
 from tests.vllm.processes import servers
@@ -66,3 +69,24 @@ def test_vllm_judges_with_the_question_that_every_judge_reads(tmp_path: Path) ->
     reply = asyncio.run(judge.judges[0].ask(question))
     assert reply == judge.engine.chat(question, {"temperature": 0.0, "max_new_tokens": 8}).outputs[0].text
     engines.release()
+
+
+def test_the_command_serves_vllm_until_it_is_ended(tmp_path: Path) -> None:
+    model = build_model_dir(tmp_path / "model", hidden=128)
+    server = Server(model, 0, "executor=vllm", "num_devices=1")
+
+    def post(route: str, body: dict[str, Any]) -> Any:
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        url = server.url.removesuffix("/v1") + route
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60) as got:
+            return json.load(got)
+
+    asked = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    [choice] = post("/inference/v1/generate", {"token_ids": [1, 2, 3], "sampling_params": asked})["choices"]
+    [again] = post("/v1/completions", {"model": "model", "prompt": [1, 2, 3], **asked, "return_token_ids": True})[
+        "choices"
+    ]
+    assert len(choice["token_ids"]) == 6
+    assert again["token_ids"] == choice["token_ids"]
+    server.process.terminate()
+    assert server.process.wait(60) in (0, 143)
