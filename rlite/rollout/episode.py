@@ -305,8 +305,8 @@ class SampleInference:
     def _own(self, request: LLMRequest, seed: int | None) -> LLMRequest:
         extras = request.extras
         kept_ids = ("kept_ids",) if self._has_kept_ids and request.gconfig.is_truncating else ()
-        if missing := [name for name in (*kept_ids, *self._extras) if name not in extras]:
-            extras = (*extras, *missing)
+        if wanted := kept_ids + self._extras:
+            extras = (*extras, *(name for name in wanted if name not in extras))
         gconfig = request.gconfig if seed == request.gconfig.seed else changed(request.gconfig, seed=seed)
         if gconfig is request.gconfig and extras is request.extras and not self._affinity:
             return request

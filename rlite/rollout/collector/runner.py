@@ -76,7 +76,7 @@ class Group:
 
     def __post_init__(self) -> None:
         submitted, self.episodes = time.monotonic(), []
-        self.episodes += (Episode(submitted, self.episodes) for _ in range(self.size))
+        self.episodes += [Episode(submitted, self.episodes) for _ in range(self.size)]
 
     @property
     def age(self) -> int | None:
