@@ -240,10 +240,8 @@ class Answers:
                 if size <= limit:  # else only the size is of interest
                     self.found[question] = made
         if size > limit:
-            raise ConfigError(
-                f"export_steps={list(steps)}: these steps take {math.ceil(size / MEGABYTE)} MB, more than "
-                f"export_mb={limit // MEGABYTE}; raise export_mb, or choose fewer steps"
-            )
+            told = f"more than export_mb={limit // MEGABYTE}; raise export_mb, or choose fewer steps"
+            raise ConfigError(f"export_steps={list(steps)}: these steps take {math.ceil(size / MEGABYTE)} MB, {told}")
         return size, number
 
     def ask_samples(self, limit: int) -> int:

@@ -253,14 +253,8 @@ class RewardEngines:
                     model.use_encoder()
                 model.check(getattr(workflow, "tokenizer", None), () if stream_of(rows) else rows, length, where)
                 models.setdefault(key, []).append(model)
-        return cls(
-            models,
-            engines,
-            _judge_engines(asked, is_deterministic),
-            length,
-            is_deterministic,
-            RestartBudget(max_recoveries),
-        )
+        judges, budget = _judge_engines(asked, is_deterministic), RestartBudget(max_recoveries)
+        return cls(models, engines, judges, length, is_deterministic, budget)
 
     def build_apart(self, world: int, seed: int) -> int:
         """Place the models that have devices of their own, before other engines.

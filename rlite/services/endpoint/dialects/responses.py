@@ -130,14 +130,11 @@ def read(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelReq
     read = bodies.validated(_Body, body, model)
     read = read.model_copy(update={"max_completion_tokens": read.max_output_tokens})
     system: list[Message] = [{"role": "system", "content": read.instructions}] if read.instructions else []
-    tools = [
-        tool.function(raw.get("parameters")) for tool, raw in zip(read.tools, body.get("tools") or (), strict=True)
-    ]
+    tools = bodies.functions(read.tools, body, "parameters")
     return ModelRequest(
         messages=[*system, *_conversation(read.input)],
         tools=tools or None,
         may_call=bool(tools) and read.tool_choice == "auto",
-        has_logprobs=False,
         repeated={key: value for key in REPEATED if (value := body.get(key)) is not None},
         **read.common(defaults),
     )
