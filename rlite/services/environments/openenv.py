@@ -117,9 +117,7 @@ class OpenEnv:
             schema = (await answer.json()).get("action", {})
         properties, needed = schema.get("properties", {}), schema.get("required", [])
         texts = [name for name in needed if properties.get(name, {}).get("type") == "string"]
-        if len(texts) == 1 and len(needed) == 1:
-            return texts[0]
-        return ""
+        return texts[0] if len(texts) == len(needed) == 1 else ""
 
     @asynccontextmanager
     async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:

@@ -117,11 +117,8 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
 
 
 def _around(exchange: Exchange, choices: list[Json]) -> Json:
-    return {
-        "request_id": exchange.request.repeated.get("request_id", exchange.id),
-        "id": exchange.id,
-        "choices": choices,
-    }
+    name = exchange.request.repeated.get("request_id", exchange.id)
+    return {"request_id": name, "id": exchange.id, "choices": choices}
 
 
 def _choice(exchange: Exchange, choice: Choice) -> Json:

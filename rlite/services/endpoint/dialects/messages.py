@@ -250,13 +250,7 @@ def error_body(error: ApiError) -> Json:
 
 
 MESSAGES = Dialect(
-    path="/v1/messages",
-    prefix="msg_",
-    read=read,
-    whole=whole,
-    stream=stream,
-    error=error_body,
-    has_named_events=True,
+    path="/v1/messages", prefix="msg_", read=read, whole=whole, stream=stream, error=error_body, has_named_events=True
 )
 _counting = partial(read, is_generating=False)
 COUNT = replace(MESSAGES, path="/v1/messages/count_tokens", prefix="count_", read=_counting, whole=counted)

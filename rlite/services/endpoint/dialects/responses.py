@@ -28,16 +28,8 @@ NOTES = {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retentio
 NOTES |= {"store", "reasoning", "parallel_tool_calls", "client_metadata"}
 ITEMS = "items of type message, function_call, function_call_output and reasoning, all their contents text"
 STATELESS = "nothing: the server keeps no conversation, so send all of it in `input`"
-REPEATED = (
-    "instructions",
-    "temperature",
-    "top_p",
-    "max_output_tokens",
-    "tools",
-    "metadata",
-    "tool_choice",
-    "reasoning",
-)
+REPEATED = {"instructions", "temperature", "top_p", "max_output_tokens", "tools", "tool_choice", "metadata"}
+REPEATED |= {"reasoning"}
 
 
 class _MessageItem(JsonObject):
@@ -292,11 +284,5 @@ def _block_messages(exchange: Exchange, event: BlockEvent) -> Iterator[Json]:
 
 
 RESPONSES = Dialect(
-    path="/v1/responses",
-    prefix="resp_",
-    read=read,
-    whole=whole,
-    stream=stream,
-    error=error_body,
-    has_named_events=True,
+    path="/v1/responses", prefix="resp_", read=read, whole=whole, stream=stream, error=error_body, has_named_events=True
 )
