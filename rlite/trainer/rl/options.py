@@ -453,16 +453,16 @@ class PpoConfig(LaunchOptions):
     def _problems_of_shares(self) -> Iterator[str]:
         # judges with the same options of the engine share one
         beside = {
-            own.judge.engine_key: (f"reward.{name}.judge", own.judge)
+            own.judge.engine_key: (f"reward.{name}.judge", own.judge.gpu_memory_utilization)
             for name, own in self.reward.items()
             if own.judge is not None and own.judge.url is None and own.num_devices is None
         }
-        engines = [("rollout", self.rollout), *beside.values()]
-        total = sum(engine.gpu_memory_utilization for _, engine in engines)
+        shares = [("rollout", self.rollout.gpu_memory_utilization), *beside.values()]
+        total = sum(share for _, share in shares)
         if beside and total > 1.001:
-            shares = (f"{key}.gpu_memory_utilization={engine.gpu_memory_utilization:g}" for key, engine in engines)
+            told = ", ".join(f"{key}.gpu_memory_utilization={share:g}" for key, share in shares)
             remedy = "lower one, or give a judge devices of its own (reward.NAME.num_devices)"
-            yield f"{', '.join(shares)}: engines on the same devices would take {total:g} of their memory; {remedy}"
+            yield f"{told}: engines on the same devices would take {total:g} of their memory; {remedy}"
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""
