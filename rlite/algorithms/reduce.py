@@ -119,10 +119,8 @@ def check_result(
     bad = ~result.isfinite()
     if bad.any() and all(x.isfinite().all() for x in given):
         shown = ", ".join(f"{x[bad][0].item():.4g}" for x in given)
-        raise ConfigError(
-            f"{what} returned {result[bad][0].item()} for finite inputs ({shown}): look for a logarithm of 0, or for a "
-            "division by 0, such as by the deviation of equal rewards"
-        )
+        why = "look for a logarithm of 0, or for a division by 0, such as by the deviation of equal rewards"
+        raise ConfigError(f"{what} returned {result[bad][0].item()} for finite inputs ({shown}): {why}")
     _checked.add(what)
     return values
 

@@ -95,9 +95,8 @@ class BatchPlan:
         if not all(one.in_process or one.path is None for one in options.reward.values()):
             plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
         if not (sampling.stop or sampling.stop_token_ids or end_ids(actor.model_name)):
-            plan["no end"] = (
-                "the model has no eos_token_id: no response ends early; add it, or give train_sampling_params.stop"
-            )
+            remedy = "add it, or give train_sampling_params.stop"
+            plan["no end"] = f"the model has no eos_token_id: no response ends early; {remedy}"
         if not sampling.temperature:
             plan["greedy"] = "training takes the most likely tokens and explores nothing"
         return plan

@@ -199,11 +199,7 @@ class PartsMaker:
         return Critic(engines, engines.critic, options.critic, options.actor, length)
 
     def rollouts(
-        self,
-        engines: Engines,
-        workflow: RolloutWorkflow,
-        prompts: PromptStream,
-        routing: RoutingReplay = NO_REPLAY,
+        self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream, routing: RoutingReplay = NO_REPLAY
     ) -> Rollouts:
         """Return the source of batches: they are generated in turns with training, or ahead of it.
 

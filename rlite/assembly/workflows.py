@@ -99,10 +99,8 @@ def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., Rollo
     parameters = inspect.signature(make).parameters.values()
     if any(one.name == "chat_template_options" or one.kind is one.VAR_KEYWORD for one in parameters):
         return make
-    raise ConfigError(
-        f"{OPTIONS_KEY}: the workflow of rollout.workflow has no parameter chat_template_options; give it one, and "
-        "pass it on to the workflow that renders the prompts"
-    )
+    told = f"{OPTIONS_KEY}: the workflow of rollout.workflow has no parameter chat_template_options"
+    raise ConfigError(f"{told}; give it one, and pass it on to the workflow that renders the prompts")
 
 
 def _of_rewards(rewards: ChosenRewards, tables: Tables) -> Callable[..., RolloutWorkflow]:

@@ -121,10 +121,8 @@ def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> 
     require(*NEEDS_RAY)
     folder = Path.cwd()
     if outside := [file for file in files if not Path(file).resolve().is_relative_to(folder)]:
-        raise ConfigError(
-            f"{', '.join(outside)}: not in {folder}, which is the folder that the cluster receives a copy of. "
-            "Start `rlite launch` in the folder of the job"
-        )
+        found = f"{', '.join(outside)}: not in {folder}, which is the folder that the cluster receives a copy of"
+        raise ConfigError(f"{found}. Start `rlite launch` in the folder of the job")
     inner = [str(Path(file).resolve().relative_to(folder)) for file in files]
     inner += [each for each in rest if not each.startswith(("address=", "wait="))]
     server = importlib.import_module("rlite.runtime.cluster.ray.submission").JobServer(config.address)

@@ -163,10 +163,8 @@ def _shared_width(group: Sequence[RLRoleType], sizes: Mapping[RLRoleType, RoleSp
 def _own_width(role: RLRoleType, size: RoleSpec, device_per_node: int) -> int:
     width = min(size.per_node, size.total)
     if width > device_per_node:
-        raise PlacementError(
-            f"{role}: per_node={size.per_node} workloads need a device each, and device_per_node={device_per_node}; "
-            "ask for fewer per node, or for more devices"
-        )
+        told = f"{role}: per_node={size.per_node} workloads need a device each, and device_per_node={device_per_node}"
+        raise PlacementError(f"{told}; ask for fewer per node, or for more devices")
     return width
 
 
@@ -188,10 +186,8 @@ def check_capacity(layout: Layout, capacities: Sequence[int], kind: str) -> None
             asked = " + ".join(map(str, filter(None, layout.num_devices[:8])))
             more = " + ..." if len(layout.num_devices) > 8 else ""
             has = ", ".join(map(str, list(capacities)[:8])) or "none"
-            raise PlacementError(
-                f"the job needs {asked}{more} devices (Ray resource {kind}) on its nodes, and the cluster's nodes have "
-                f"{has}. Ask for fewer, or start Ray with more"
-            )
+            told = f"the job needs {asked}{more} devices (Ray resource {kind}) on its nodes"
+            raise PlacementError(f"{told}, and the cluster's nodes have {has}. Ask for fewer, or start Ray with more")
         free[min(fitting, key=free.__getitem__)] -= width
 
 

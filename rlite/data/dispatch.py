@@ -343,10 +343,8 @@ def plan_shares(
     count = num_rows(first.value, first.where)
     for other in others:
         if (found := num_rows(other.value, other.where)) != count:
-            raise ValueError(
-                f"{first.where} has {count} rows and {other.where} has {found}; "
-                "all arguments in NeedParallel of one call are split together, and need the same number of rows"
-            )
+            remedy = "all arguments in NeedParallel of one call are split together, and need the same number of rows"
+            raise ValueError(f"{first.where} has {count} rows and {other.where} has {found}; {remedy}")
     if count < num_ranks and not allow_empty:
         raise ValueError(
             f"{first.where} has {count} rows for {num_ranks} data-parallel ranks, and every rank needs at least one; "

@@ -59,9 +59,8 @@ class RoutingShape:
         if column.shape[-1] != self.num_bytes or column.dtype != torch.uint8:
             found = f"{column.shape[-1]} bytes ({column.dtype}) for each token"
             expected = f"{self.num_bytes} for {self.num_layers} layers with experts that choose {self.top_k}"
-            raise DataError(
-                f"{ROUTED} has {found}; expected {expected}: layers that predict further tokens do not count"
-            )
+            remedy = f"expected {expected}: layers that predict further tokens do not count"
+            raise DataError(f"{ROUTED} has {found}; {remedy}")
         found = column.contiguous().view(self.dtype).unflatten(-1, (self.num_layers, self.top_k)).long()
         none = 255 if self.dtype == torch.uint8 else -1
         return torch.where((found == none).all(-1, keepdim=True), -1, found)

@@ -145,10 +145,8 @@ def _check_one_version(episodes: Sequence[Ended], name: str) -> None:
     versions = [row["versions"] for row in rows if row is not None and "versions" in row]
     made = sorted({version for own in versions for version in own[own >= 0].unique().tolist()})
     if len(made) > 1:
-        raise DataError(
-            f"evaluation {name}: tokens of the policy versions {made}; expected one. The engine got other weights "
-            "during the evaluation, or the workflow reports versions of its own"
-        )
+        remedy = "The engine got other weights during the evaluation, or the workflow reports versions of its own"
+        raise DataError(f"evaluation {name}: tokens of the policy versions {made}; expected one. {remedy}")
 
 
 def run_episodes(

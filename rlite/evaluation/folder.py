@@ -283,10 +283,8 @@ def earlier_result(given: str) -> Answered | None:
         return None
     models = read_results(file).models
     if len(models) != 1:
-        raise ConfigError(
-            f"{file.parent}: an evaluation of two models ({' and '.join(models)}), compared in {RESULTS}. To compare "
-            "one of them with others, evaluate it alone, into another folder"
-        )
+        told = f"{file.parent}: an evaluation of two models ({' and '.join(models)}), compared in {RESULTS}"
+        raise ConfigError(f"{told}. To compare one of them with others, evaluate it alone, into another folder")
     [(name, found)] = models.items()
     journal = file.parent / SAMPLES / f"{name}.jsonl"
     settings, lines = read_journal(journal)

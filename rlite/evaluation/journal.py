@@ -154,10 +154,8 @@ def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:
     if header is None or not isinstance(header.get("settings"), dict):
         raise ConfigError(f"{path}: no settings of samples in it; choose another folder")
     if header.get("version") != VERSION:
-        raise ConfigError(
-            f"{path}: samples of format {header.get('version')}, and this version of rlite writes {VERSION}; choose "
-            "another folder (out=FOLDER)"
-        )
+        told = f"{path}: samples of format {header.get('version')}, and this version of rlite writes {VERSION}"
+        raise ConfigError(f"{told}; choose another folder (out=FOLDER)")
     return header["settings"]
 
 
@@ -299,10 +297,8 @@ def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set
     for number, line in enumerate(lines, 2):
         place, *further = _checked(shape, line, f"{path}, line {number}").places
         if place not in missing:
-            raise ConfigError(
-                f"{path}, line {number}: {place} occurs twice, or is not of this evaluation; remove the line, or "
-                "choose another folder"
-            )
+            remedy = "remove the line, or choose another folder"
+            raise ConfigError(f"{path}, line {number}: {place} occurs twice, or is not of this evaluation; {remedy}")
         missing.remove(place)
         missing.update(further)
     return missing

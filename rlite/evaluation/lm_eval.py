@@ -202,10 +202,8 @@ class RliteLM(TemplateLM):
 
     def _sequence(self, texts: tuple[str, str] | None, context: list[int], continuation: list[int]) -> list[int]:
         if not 1 <= len(continuation) <= self.max_length:
-            raise DataError(
-                f"the continuation {texts and texts[1]!r:.80} has {len(continuation)} tokens; expected 1 to "
-                f"{self.max_length}, {self._limit}"
-            )
+            expected = f"expected 1 to {self.max_length}, {self._limit}"
+            raise DataError(f"the continuation {texts and texts[1]!r:.80} has {len(continuation)} tokens; {expected}")
         self.num_cut += len(context) + len(continuation) > self.max_length + 1
         return (context + continuation)[-(self.max_length + 1) :]
 

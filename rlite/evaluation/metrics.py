@@ -53,10 +53,8 @@ class Sample:
 
     def __post_init__(self) -> None:
         if self.score is not None and not math.isfinite(self.score):
-            raise DataError(
-                f"item {self.item}, sample {self.sample}: its score is {self.score}; expected a finite number, or None "
-                "with a reason"
-            )
+            expected = "expected a finite number, or None with a reason"
+            raise DataError(f"item {self.item}, sample {self.sample}: its score is {self.score}; {expected}")
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Sample:

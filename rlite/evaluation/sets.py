@@ -85,10 +85,8 @@ def make_set(name: str, rows: Rows, workflow: RolloutWorkflow, own: GeneratedOpt
     gconfig = workflow.gconfig
     if made.samples > 1 and gconfig is not None and (gconfig.greedy or gconfig.temperature == 0):
         key = key_of(name)
-        raise ConfigError(
-            f"{key}.samples={made.samples}: at temperature 0 all responses to a prompt are the same; set "
-            f"{key}.sampling.temperature above 0"
-        )
+        why = f"at temperature 0 all responses to a prompt are the same; set {key}.sampling.temperature above 0"
+        raise ConfigError(f"{key}.samples={made.samples}: {why}")
     return made
 
 

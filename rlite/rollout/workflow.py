@@ -279,7 +279,5 @@ def _prompt(data: Mapping[str, Any]) -> str | list[Any]:
     is_chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     if (is_chat or isinstance(prompt, str)) and prompt:
         return prompt
-    raise DataError(
-        f"the item has the keys {sorted(data)} and no prompt: expected input_ids (token ids), messages (a list of "
-        "{role, content}) or prompt (a text)"
-    )
+    expected = "expected input_ids (token ids), messages (a list of {role, content}) or prompt (a text)"
+    raise DataError(f"the item has the keys {sorted(data)} and no prompt: {expected}")

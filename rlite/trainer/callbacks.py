@@ -172,8 +172,6 @@ class Callbacks:
             yield
         except Exception as error:  # a callback may raise anything
             if self.failure is None:
-                self.failure = CallbackError(
-                    f"callback {name!r} raised {type(error).__name__} in {where}. The same command goes on from the "
-                    f"newest checkpoint.\n{own_traceback(error)}"
-                )
+                advice = f"The same command goes on from the newest checkpoint.\n{own_traceback(error)}"
+                self.failure = CallbackError(f"callback {name!r} raised {type(error).__name__} in {where}. {advice}")
                 self.failure.__cause__ = error

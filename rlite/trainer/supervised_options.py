@@ -129,10 +129,8 @@ class SftConfig(SupervisedConfig):
         for name, own in self.test_data.items():
             unread = [option for option in changed(own) if option not in HeldOutOptions.model_fields]
             if unread and not own.is_generated:
-                yield (
-                    f"{key_of(name)}.{unread[0]} is an option of answers that the model generates; give "
-                    f"{key_of(name)}.reward.path as well, or leave it out"
-                )
+                remedy = f"give {key_of(name)}.reward.path as well, or leave it out"
+                yield f"{key_of(name)}.{unread[0]} is an option of answers that the model generates; {remedy}"
         if self.actor.avg_level == "constant":
             yield "actor.avg_level=constant divides by the length of generated answers; use token, sequence"
 
@@ -195,10 +193,8 @@ class PreferenceLossOptions(Options):
         """Yield a message for a loss whose reference or lengths are not as it needs them."""
         is_of_means = self.reference_free and self.length_normalised
         if self.name in rlite.algorithms.OF_PROBABILITIES and not is_of_means:
-            yield (
-                f"name={self.name}: this loss compares mean probabilities of answers, without a reference; set "
-                "reference_free=true and length_normalised=true"
-            )
+            remedy = "set reference_free=true and length_normalised=true"
+            yield f"name={self.name}: this loss compares mean probabilities of answers, without a reference; {remedy}"
 
 
 class DpoActorOptions(PreferenceModelOptions):

@@ -59,9 +59,8 @@ def _serve(runs: Sequence[ViewedRun], options: ViewConfig) -> None:
         print(f"{', '.join(run.name for run in runs)}: {url}", flush=True)
         if "SSH_CONNECTION" in os.environ:
             port = url.split(":")[2].split("/")[0]
-            print(
-                f"from your own machine: ssh -L {port}:127.0.0.1:{port} HOST, then open this address there", flush=True
-            )
+            how = f"ssh -L {port}:127.0.0.1:{port} HOST, then open this address there"
+            print(f"from your own machine: {how}", flush=True)
         _tell_problems(runs)
         if options.browser:
             webbrowser.open(url)

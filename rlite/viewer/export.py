@@ -43,10 +43,8 @@ def served_page() -> tuple[str, str]:
     styles = "".join(f'<link rel="stylesheet" href="/static/{name}">' for name in STYLES)
     scripts = f'<script type="importmap">{modules}</script><script src="/static/{CHARTS}"></script>'
     scripts += f'<script type="module">{MAIN}</script>'
-    policy = (
-        f"default-src 'none'; script-src 'self' {_hashes(modules, MAIN)}; style-src 'self'; img-src 'self' data:; "
-        f"connect-src 'self'; frame-ancestors 'none'; {_ALWAYS}"
-    )
+    others = f"style-src 'self'; img-src 'self' data:; connect-src 'self'; frame-ancestors 'none'; {_ALWAYS}"
+    policy = f"default-src 'none'; script-src 'self' {_hashes(modules, MAIN)}; {others}"
     return _filled(styles, scripts), policy
 
 
@@ -59,10 +57,8 @@ def single_page(packed: bytes) -> str:
     code = {name: base64.b64encode(text.encode()).decode() for name, text in _modules().items()}
     modules = _import_map({name: f"data:text/javascript;base64,{text}" for name, text in code.items()})
     charts, style = _read(CHARTS), "\n".join(map(_read, STYLES))
-    policy = (
-        f"default-src 'none'; script-src data: {_hashes(modules, charts, MAIN)}; style-src {_hashes(style)}; "
-        f"img-src data:; {_ALWAYS}"
-    )
+    others = f"style-src {_hashes(style)}; img-src data:; {_ALWAYS}"
+    policy = f"default-src 'none'; script-src data: {_hashes(modules, charts, MAIN)}; {others}"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'
     data = f'<script type="text/plain" id="answers">{base64.b64encode(packed).decode()}</script>'
     scripts = f'{data}<script type="importmap">{modules}</script><script>{charts}</script>'
@@ -240,10 +236,8 @@ class Answers:
                 if size <= limit:  # else only the size is of interest
                     self.found[question] = made
         if size > limit:
-            raise ConfigError(
-                f"export_steps={list(steps)}: these steps take {math.ceil(size / MEGABYTE)} MB, more than "
-                f"export_mb={limit // MEGABYTE}; raise export_mb, or choose fewer steps"
-            )
+            told = f"more than export_mb={limit // MEGABYTE}; raise export_mb, or choose fewer steps"
+            raise ConfigError(f"export_steps={list(steps)}: these steps take {math.ceil(size / MEGABYTE)} MB, {told}")
         return size, number
 
     def ask_samples(self, limit: int) -> int:

@@ -219,15 +219,24 @@ def main(argv: Sequence[str]) -> None:
     if options.self_test:
         module = "rlite.assembly.commands.self_test"  # it imports torch, which a broken installation cannot
         checks["self-test"] = lambda: importlib.import_module(module).check_engines(options.executor)
+    tell((finding for name, check in checks.items() for finding in attempt(name, check)), "all checks passed")
+
+
+def tell(findings: Iterable[Finding], passed: str) -> None:
+    """Print findings as they are made, and end the program if a check failed.
+
+    Args:
+        findings: the findings.
+        passed: last line if no check failed.
+    """
     failed = []
-    for name, check in checks.items():
-        for finding in attempt(name, check):
-            print(finding, flush=True)
-            failed += [finding.topic] if finding.level == "FAILED" else []
+    for finding in findings:
+        print(finding, flush=True)
+        failed += [finding.topic] if finding.level == "FAILED" else []
     if failed:
         print(f"\n{len(failed)} of the checks failed: {', '.join(failed)}")
         sys.exit(1)
-    print("\nall checks passed")
+    print(f"\n{passed}")
 
 
 def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite import config
-from rlite.assembly.commands.doctor import Finding
+from rlite.assembly.commands.doctor import Finding, tell
 from rlite.assembly.commands.env_options import EnvConfig
 from rlite.assembly.quickstart.run import CHATML, TURN_END, byte_tokenizer
 from rlite.data.chat.template import with_template
@@ -73,15 +72,9 @@ def main(argv: Sequence[str]) -> None:
     """Print the findings; exit with 1 if something is wrong."""
     options = config.load(EnvConfig, EnvConfig.arguments(argv))
     try:
-        findings = list(check(options))
+        tell(check(options), "ready to train on")
     finally:
         close_shared_pool()
-    for finding in findings:
-        print(finding, flush=True)
-    if failed := [finding.topic for finding in findings if finding.level == "FAILED"]:
-        print(f"\n{len(failed)} of the checks failed: {', '.join(failed)}")
-        sys.exit(1)
-    print("\nready to train on")
 
 
 def check(options: EnvConfig) -> Iterator[Finding]:

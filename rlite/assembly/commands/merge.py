@@ -54,7 +54,5 @@ def adapter_folder(given: str) -> Path:
             return place
     is_model = (folder / "config.json").exists()
     found = "a whole model, with nothing to merge" if is_model else "no adapter_config.json" if folder.is_dir() else ""
-    raise ConfigError(
-        f"adapter={given}: {found or 'no such folder'}; expected a folder of PEFT with adapter_config.json, such as "
-        "runs/sft/latest/adapter"
-    )
+    expected = "expected a folder of PEFT with adapter_config.json, such as runs/sft/latest/adapter"
+    raise ConfigError(f"adapter={given}: {found or 'no such folder'}; {expected}")

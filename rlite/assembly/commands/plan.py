@@ -80,8 +80,7 @@ def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: f
         raise ConfigError(f"rollout.executor={options.executor}: {did_you_mean(options.executor, known)}")
     config: PreTrainedConfig = model.config
     is_embedded, dtype = options.executor == "torch", getattr(torch, options.dtype)
-    longest = max_positions(config)[1]
-    length = options.max_model_len or (None if is_embedded else longest)
+    length = options.max_model_len or (None if is_embedded else max_positions(config)[1])
     cls = transformers_class(model) or type(model)
     weights, layers = _on_device(model, attention_layers(cls, config), options)
     sizes = CacheSizes(EmbeddedOptions(max_model_len=length), config, dtype, layers)

@@ -376,10 +376,8 @@ def item_ids(items: Rows, where: str) -> list[str]:
     for number, item in enumerate(items):
         id = str(number if item.get("id") is None else item["id"])
         if id in places:
-            raise DataError(
-                f"{place_of(items, number, where)}: its id {id!r} is also that of row index {places[id]}; give each "
-                "its own, or number the rows (data.columns.id=null)"
-            )
+            told = f"{place_of(items, number, where)}: its id {id!r} is also that of row index {places[id]}"
+            raise DataError(f"{told}; give each its own, or number the rows (data.columns.id=null)")
         places[id] = number
     return list(places)
 

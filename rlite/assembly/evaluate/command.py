@@ -180,10 +180,8 @@ def check_comparable(models: Sequence[Answered]) -> None:
     for other in others:
         shared = [{key: model.settings.get(key) for key in SAME} for model in (first, other)]
         if different := changed_settings(*shared):
-            raise ConfigError(
-                f"{first.name} and {other.name} cannot be compared: {different}; evaluate both with the "
-                "same data and the same source of scores"
-            )
+            remedy = "evaluate both with the same data and the same source of scores"
+            raise ConfigError(f"{first.name} and {other.name} cannot be compared: {different}; {remedy}")
 
 
 def result_of(

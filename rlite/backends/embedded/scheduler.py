@@ -155,12 +155,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        max_prefill_tokens: int,
-        num_pages: int,
-        keeps_caches: bool = True,
-        has_state: bool = False,
+        self, num_rows: int, max_prefill_tokens: int, num_pages: int, keeps_caches: bool = True, has_state: bool = False
     ) -> None:
         self.num_rows, self.max_prefill_tokens = num_rows, max_prefill_tokens
         self._keeps_caches, self._has_state = keeps_caches, has_state

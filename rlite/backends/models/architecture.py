@@ -679,10 +679,8 @@ def _left_over(reader: Any, names: Iterable[str], model: nn.Module) -> str | Non
     if not left:
         return None
     own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))  # the class that FSDP extends
-    return (
-        f"it holds {counted(len(left), 'tensor')} that {own.__name__} does not have, such as {left[0]}; they "
-        "would be left out. Use a model whose class has them, or a checkpoint without them"
-    )
+    remedy = "they would be left out. Use a model whose class has them, or a checkpoint without them"
+    return f"it holds {counted(len(left), 'tensor')} that {own.__name__} does not have, such as {left[0]}; {remedy}"
 
 
 def _tied(model: nn.Module) -> Mapping[str, str]:

@@ -198,10 +198,8 @@ def check_expert_parallel(model: PreTrainedModel, size: int) -> None:
         ConfigError: transformers is too old, has no plan for the architecture, or the experts do not divide.
     """
     if apply_expert_parallelism is None:
-        raise ConfigError(
-            f"ep_size={size}: transformers {transformers.__version__} has no expert parallelism; "
-            "pip install 'transformers>=5.22', or use ep_size=1"
-        )
+        told = f"ep_size={size}: transformers {transformers.__version__} has no expert parallelism"
+        raise ConfigError(f"{told}; pip install 'transformers>=5.22', or use ep_size=1")
     expert_plan(model)
     for name, experts in experts_of(model).items():
         if experts.num_experts % size:

@@ -177,9 +177,8 @@ class StoredCheckpoint:
             return name
         rule = self._rules.looked_for(name) if self._rules is not None else ""
         looked = f"; transformers makes it by {rule}, and no tensor matches" if rule else ""
-        raise CheckpointError(
-            f"{self.path}: no tensor named {name!r} among its {len(self.raw.names())} tensors{looked}"
-        )
+        why = f"no tensor named {name!r} among its {len(self.raw.names())} tensors{looked}"
+        raise CheckpointError(f"{self.path}: {why}")
 
     def rule(self, name: str) -> str:
         """Return the conversion that made a tensor, for messages; empty if it is stored as it is."""

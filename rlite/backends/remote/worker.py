@@ -79,10 +79,8 @@ class RemoteWorker(ServingWorker):
             ConfigError: they read no weights of this engine.
         """
         if not self._options.weights_folder:
-            raise ConfigError(
-                "load: the executor 'remote' cannot change the weights of its servers; load them there, or set "
-                "weights_folder and the administrator's token"
-            )
+            remedy = "load them there, or set weights_folder and the administrator's token"
+            raise ConfigError(f"load: the executor 'remote' cannot change the weights of its servers; {remedy}")
         self._staged.forget()
         self._folder = path or self._path
 

@@ -363,10 +363,8 @@ def assistant_messages(messages: Messages) -> list[int]:
 
 
 def _cannot_tell(where: str, number: int, reason: str) -> str:
-    return (
-        f"{where}, messages[{number}]: cannot tell which part of the rendered conversation the assistant says: "
-        f"{reason}; mark the turns in the chat template with {{% generation %}} ... {{% endgeneration %}}"
-    )
+    told = f"{where}, messages[{number}]: cannot tell which part of the rendered conversation the assistant says"
+    return f"{told}: {reason}; mark the turns in the chat template with {{% generation %}} ... {{% endgeneration %}}"
 
 
 def _tokens_of(turns: Sequence[Sequence[int]], offsets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -137,9 +137,8 @@ class ChatTemplate:
             return forms.limited(lambda: self.tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # a template is a program of others: it may fail in any way on what it is given
             roles = ", ".join(str(message.get("role")) for message in messages)
-            raise TemplateRefusal(
-                f"the model's chat template {refusal(error)} a conversation of the roles {roles}: {cause(error)}"
-            ) from error
+            told = f"the model's chat template {refusal(error)} a conversation of the roles {roles}"
+            raise TemplateRefusal(f"{told}: {cause(error)}") from error
 
     def fitted(self, messages: Messages, where: str = "", tools: Any = None) -> list[Message]:
         """Return messages in the forms that the template takes; see `MessageForms`.

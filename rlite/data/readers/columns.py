@@ -118,9 +118,8 @@ def mapped(rows: Sequence[Row], source: Source) -> Sequence[Row]:
             raise DataError(f"{at}: {what} raised {type(error).__name__}: {error}\n{own_traceback(error)}") from error
         if not isinstance(found, Mapping):
             kind = type_in_words(found)
-            raise DataError(
-                f"{at}: {what} returned {kind}; expected a dict of columns. Leave rows out of the table itself"
-            )
+            expected = "expected a dict of columns. Leave rows out of the table itself"
+            raise DataError(f"{at}: {what} returned {kind}; {expected}")
         made.append(dict(found))
     return made
 
@@ -143,10 +142,8 @@ def _unrecognised(row: Row, kind: RowKind, source: Source) -> str:
     missing = [name for name in nearest.columns if name not in present]
     known = "; ".join(dict.fromkeys(", ".join(entry.columns) for entry in FORMATS[kind]))
     options = [f"{key}.columns.{name}={own}" for name in missing for own in near[name]]
-    return (
-        f"{where}, row index 0: {_lacks(missing, row)}; the row has {_names(row)}. Expected one of: {known}. "
-        f"To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
-    )
+    why = f"{known}. To name a column of another name: {' '.join(options) or f'{key}.columns.NAME=COLUMN'}"
+    return f"{where}, row index 0: {_lacks(missing, row)}; the row has {_names(row)}. Expected one of: {why}"
 
 
 def _lacks(columns: Sequence[str], row: Row) -> str:
@@ -160,10 +157,8 @@ def _lacks(columns: Sequence[str], row: Row) -> str:
 def _disagreement(first: Row, found: Format, row: Row, other: Format | None, where: str) -> str:
     """Return the message for a row of another format than the first row."""
     what = f"is {other.name} with" if other else f"{_lacks(found.columns, row)}; the row has"
-    return (
-        f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. All rows of a table "
-        "have one format: put the others into a table of their own, and mix the tables"
-    )
+    remedy = "All rows of a table have one format: put the others into a table of their own, and mix the tables"
+    return f"{where}: {what} {_names(row)}; row index 0 is {found.name} with {_names(first)}. {remedy}"
 
 
 def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:

@@ -176,6 +176,5 @@ def raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:
     states = ["waiting" if group.started is None else f"running for {now - group.started:.1f} s" for group in late]
     shown = [f"group {group.id} ({state})" for group, state in zip(late[:NUM_NAMED], states, strict=False)]
     names = ", ".join([*shown, *(["..."] if len(late) > NUM_NAMED else [])])
-    raise CallTimeout(
-        f"{len(late)} groups had not ended after {timeout:g} s: {names}", tuple(f"group {group.id}" for group in late)
-    )
+    found = f"{len(late)} groups had not ended after {timeout:g} s: {names}"
+    raise CallTimeout(found, tuple(f"group {group.id}" for group in late))

@@ -140,10 +140,8 @@ def restore_queue(
     """
     size, saved = queue.ledger.batch_size, state["batch_size"]
     if size is not None and saved not in (None, size):
-        raise CheckpointError(
-            f"the rollouts under way were made for batches of {saved} groups, this run has "
-            f"consumer_batch_size={size}: resume with consumer_batch_size={saved}"
-        )
+        told = f"this run has consumer_batch_size={size}: resume with consumer_batch_size={saved}"
+        raise CheckpointError(f"the rollouts under way were made for batches of {saved} groups, {told}")
     if queue.groups:
         raise CheckpointError("load_state_dict: this collector has groups under way; use one that is new")
     queue.ledger.batch_size = saved
@@ -172,10 +170,8 @@ def plain(value: Any, where: str) -> Any:
         return {_plain_key(key, where): plain(entry, f"{where}, key {key!r}") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry, f"{where}, entry {index}") for index, entry in enumerate(value)]
-    raise DataError(
-        f"{where} holds {type(value).__name__}, which a checkpoint cannot keep: expected texts, numbers, lists, "
-        "mappings, arrays or tensors"
-    )
+    expected = "expected texts, numbers, lists, mappings, arrays or tensors"
+    raise DataError(f"{where} holds {type(value).__name__}, which a checkpoint cannot keep: {expected}")
 
 
 def _plain_key(key: Any, where: str) -> Any:

@@ -209,7 +209,6 @@ def _seed(data: Mapping[str, Any]) -> int:
     except TypeError:
         seed = -1
     if seed < 0:
-        raise DataError(
-            f"the item has seed={data.get('seed')!r} (keys: {sorted(data)}): expected a seed, a whole number from 0"
-        )
+        expected = "expected a seed, a whole number from 0"
+        raise DataError(f"the item has seed={data.get('seed')!r} (keys: {sorted(data)}): {expected}")
     return seed

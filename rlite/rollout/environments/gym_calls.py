@@ -165,7 +165,5 @@ def pickled(environment: Any) -> bytes:
     try:
         return cloudpickle.dumps((environment, generators))
     except Exception as error:
-        raise ConfigError(
-            f"{type(environment).__name__} cannot be kept as bytes between two steps ({error}); run it with "
-            "in_process=True"
-        ) from error
+        told = f"{type(environment).__name__} cannot be kept as bytes between two steps ({error})"
+        raise ConfigError(f"{told}; run it with in_process=True") from error

@@ -12,8 +12,10 @@ from tensordict import TensorDict
 
 from rlite.data.chat.forms import Message
 from rlite.data.chat.template import Tokenizer
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, DataError
 from rlite.rollout.conversation import ConversationOptions
+from rlite.rollout.failures import EnvironmentInvalid
+from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCall, ToolCallFormat
 from rlite.rollout.tools.toolbox import ToolResult
 from rlite.rollout.tools.workflow import ToolCallingWorkflow
@@ -118,6 +120,45 @@ class ToolEnvironmentWorkflow(ToolCallingWorkflow):
             rest = {name: value for name, value in data.items() if name not in ("prompt", "messages", "input_ids")}
             item = {**rest, "messages": episode.messages, "tools": list(episode.schemas)}
             return await self.play(engine, item, episode, episode.reward)
+
+
+def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a tool that a server describes by `name`, `description` and `input_schema`."""
+    parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def reward_in(answer: Mapping[str, Any], name: str) -> float:
+    """Return the reward in a server's answer; 0 if it has none.
+
+    Args:
+        answer: the answer.
+        name: the server, for the error message.
+
+    Raises:
+        EnvironmentInvalid: the reward is no finite number.
+    """
+    value = answer.get("reward")
+    if (number := as_number(0.0 if value is None else value)) is None:
+        raise EnvironmentInvalid(f"{name} answered the reward {value!r:.100}; expected a finite number")
+    return number
+
+
+def task_index(data: Mapping[str, Any], expected: str) -> int:
+    """Return the number of the item's task: `task`, or else `seed`.
+
+    Args:
+        data: the item.
+        expected: end of the error message.
+
+    Raises:
+        DataError: it is no number from 0.
+    """
+    index = data.get("task", data.get("seed"))
+    if type(index) is not int or index < 0:
+        raise DataError(f"the item has the keys {sorted(data)} and task={index!r}: expected task, {expected}")
+    return index
 
 
 def last_user_message(messages: Sequence[Message], text: str) -> list[Message]:

@@ -141,7 +141,7 @@ class TrlEnvironment:
     async def _described(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], bool]:
         name = row.get("environment")
         if name not in self._known:
-            schemas, has_reward = await self._schemas_of(_as_pair, row={"environment": name})
+            schemas, has_reward = await self._schemas_of(_read_description, row={"environment": name})
             if not has_reward and self._reward_fn is None:
                 raise ConfigError(
                     "the environment has no get_reward(), and there are no reward_funcs: give one of them"
@@ -150,22 +150,15 @@ class TrlEnvironment:
         return self._known[name]
 
 
-def _as_pair(answer: Any) -> tuple[list[dict[str, Any]], bool] | None:
-    match answer:
-        case [list() as schemas, bool() as has_reward]:
-            return schemas, has_reward
-    return None
+def _reader(*kinds: Any) -> Callable[[Any], Any]:
+    """Return a function that returns a list of values of these types, and None for any other answer of a process."""
+
+    def read(answer: Any) -> list[Any] | None:
+        is_expected = isinstance(answer, list) and len(answer) == len(kinds) and all(map(isinstance, answer, kinds))
+        return answer if is_expected else None
+
+    return read
 
 
-def _read_reset(answer: Any) -> tuple[bytes, str | None] | None:
-    match answer:
-        case [bytes() as memory, str() | None as text]:
-            return memory, text
-    return None
-
-
-def _read_call(answer: Any) -> tuple[bytes, str, bool, bool] | None:
-    match answer:
-        case [bytes() as memory, str() as text, bool() as is_error, bool() as is_done]:
-            return memory, text, is_error, is_done
-    return None
+_read_description, _read_reset = _reader(list, bool), _reader(bytes, str | None)
+_read_call = _reader(bytes, str, bool, bool)

@@ -67,10 +67,8 @@ class JudgeLoop:
                 raise
             if self._thread is thread:
                 self._thread = None
-            raise RewardTimeout(
-                f"{self._what} ran for more than {self._timeout:g} s and blocks its event loop: with in_process=True "
-                "it must await, not compute"
-            ) from error
+            told = f"{self._what} ran for more than {self._timeout:g} s and blocks its event loop"
+            raise RewardTimeout(f"{told}: with in_process=True it must await, not compute") from error
 
 
 class Slots:

@@ -100,10 +100,8 @@ class RewardModel:
         self.reads_tokens = not self.is_encoder and reads_alike(self.tokenizer, tokenizer)
         if self.max_length is not None and length > self.max_length:
             remedy = "lower rollout.max_model_len or rollout.train_sampling_params.max_new_tokens"
-            raise ConfigError(
-                f"{self.what}: it reads at most {self.max_length} tokens (max_position_embeddings), and sequences may "
-                f"have {length}; {remedy}"
-            )
+            told = f"{self.what}: it reads at most {self.max_length} tokens (max_position_embeddings)"
+            raise ConfigError(f"{told}, and sequences may have {length}; {remedy}")
         self._ends = special_ids(tokenizer)
         for number, row in enumerate(() if self.reads_tokens else rows):
             messages = {"messages": row["prompt"]} if isinstance(row.get("prompt"), list) else {}

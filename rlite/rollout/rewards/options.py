@@ -81,7 +81,7 @@ class JudgeOptions(Options):
 
     @property
     def engine_key(self) -> tuple[Any, ...]:
-        """What judges have in common that share an engine."""
+        """Options that are the same for all judges of one engine."""
         return (self.model, *(getattr(self, name) for name in SERVING))
 
     def rubric_text(self, key: str) -> str:

@@ -517,10 +517,8 @@ def _stopped(group: WorkerGroup, dead: Sequence[int]) -> str:
     replicas = {rank // group.replica_size for rank in dead} | group.losses.keys()
     if len(replicas) * group.replica_size == len(group):
         return f"{group.name} was stopped. {REBUILD}"
-    return (
-        f"Replica {', '.join(map(str, sorted(replicas)))} of {group.name} was stopped, the others go on; calls on all "
-        "replicas fail until the engine is released and built again."
-    )
+    remedy = "calls on all replicas fail until the engine is released and built again."
+    return f"Replica {', '.join(map(str, sorted(replicas)))} of {group.name} was stopped, the others go on; {remedy}"
 
 
 def _stop_stuck(pending: Sequence[PendingCall], cause: str) -> None:

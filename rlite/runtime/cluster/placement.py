@@ -224,10 +224,8 @@ class Ledger:
         self._check_known(f"not_colocate_with of {owner!r}", request.not_colocate_with)
         known = dict.fromkeys(device.ip for device in self.devices)
         if unknown := [ip for ip in request.acceptable_node_ips or () if ip not in known]:
-            raise PlacementError(
-                f"acceptable_node_ips of {owner!r} names {', '.join(unknown)}, and no node has that address; "
-                f"nodes are at {_shortened(list(known))}"
-            )
+            told = f"acceptable_node_ips of {owner!r} names {', '.join(unknown)}, and no node has that address"
+            raise PlacementError(f"{told}; nodes are at {_shortened(list(known))}")
 
     def _barred(self, request: PlacementRequest) -> dict[str, str]:
         """Return the owners of suitable devices that the request cannot have, with the reason."""

@@ -57,10 +57,8 @@ class CheckpointReader:
         elif (self.path / "model.safetensors").exists():
             self._file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")
         else:
-            raise CheckpointError(
-                f"{self.path}: expected model.safetensors or model.safetensors.index.json, found neither; "
-                "give the path of a local Hugging Face checkpoint"
-            )
+            told = f"{self.path}: expected model.safetensors or model.safetensors.index.json, found neither"
+            raise CheckpointError(f"{told}; give the path of a local Hugging Face checkpoint")
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""

@@ -122,10 +122,8 @@ def check_heads(config: PreTrainedConfig, world_size: int) -> None:
         counts += [(name, fields[name]) for name, _ in counts[:2] if fields.get(name)]
     for name, num in dict.fromkeys(counts):
         if num % world_size:
-            raise ConfigError(
-                f"tensor parallel over {world_size} does not divide {name}={num} of {config.model_type!r}; "
-                f"choose a divisor of {num}"
-            )
+            told = f"tensor parallel over {world_size} does not divide {name}={num} of {config.model_type!r}"
+            raise ConfigError(f"{told}; choose a divisor of {num}")
 
 
 def _refusal(model: PreTrainedModel, problem: str) -> str:

@@ -161,9 +161,8 @@ class Engine:
         known = set(inspect.signature(self._backend.options).parameters)
         for key in given.keys() - known:
             everything = known | set(inspect.signature(self.build).parameters) - {"executor_options"}
-            raise UnknownOptionError(
-                f"executor {self.executor_name!r} does not know the option {key!r}; {did_you_mean(key, everything)}"
-            )
+            hint = did_you_mean(key, everything)
+            raise UnknownOptionError(f"executor {self.executor_name!r} does not know the option {key!r}; {hint}")
         defaults = {key: value for key, value in default_options(self.executor_name).items() if key in known}
         return self._backend.options(**defaults | given)
 

@@ -80,10 +80,8 @@ class SandboxFunction:
         try:
             self._code = Code.of(fn, finish, what=what, errors=errors, max_answer=max_answer)
         except Exception as error:
-            raise ConfigError(
-                f"{what} {fn!r} cannot be sent to another process ({error}); "
-                "let it hold plain data only, or run it with in_process=True"
-            ) from error
+            remedy = "let it hold plain data only, or run it with in_process=True"
+            raise ConfigError(f"{what} {fn!r} cannot be sent to another process ({error}); {remedy}") from error
 
     async def call(self, /, **keywords: Any) -> Any:
         """Return the unchecked answer to a call with these arguments.

@@ -140,9 +140,8 @@ def is_sound(path: Path) -> bool:
 
 def _read_manifest(path: Path) -> dict[str, Record]:
     if not (path / MANIFEST).is_file():
-        raise DamagedCheckpointError(
-            f"{path}: the file {MANIFEST} is missing: this is not a checkpoint, or it was never finished"
-        )
+        why = "this is not a checkpoint, or it was never finished"
+        raise DamagedCheckpointError(f"{path}: the file {MANIFEST} is missing: {why}")
     return _read(path / MANIFEST, _is_manifest)["files"]
 
 

@@ -73,9 +73,8 @@ def naming(file: Path) -> Iterator[None]:
         raise
     except (*UNREADABLE, RecursionError) as error:
         reason = str(error).strip().split("\n")[0][:200]
-        raise DamagedCheckpointError(
-            f"{file.parent}: the file {file.name} cannot be read, or holds what no checkpoint of rlite holds: {reason}"
-        ) from None
+        why = f"the file {file.name} cannot be read, or holds what no checkpoint of rlite holds: {reason}"
+        raise DamagedCheckpointError(f"{file.parent}: {why}") from None
 
 
 def load_values(file: Path) -> dict[str, Any]:

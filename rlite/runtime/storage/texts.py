@@ -93,6 +93,5 @@ def check_name(name: str) -> None:
         ConfigError: the name is not valid.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ConfigError(
-            f"job name {name!r}: expected 1 to 100 letters, digits, '.', '_' or '-', with a letter or digit first"
-        )
+        expected = "expected 1 to 100 letters, digits, '.', '_' or '-', with a letter or digit first"
+        raise ConfigError(f"job name {name!r}: {expected}")

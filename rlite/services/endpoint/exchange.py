@@ -87,11 +87,23 @@ class Exchange:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens that the choices have so far."""
+        return sum(len(turn.output_ids) for turn in self.turns)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Counts of tokens, in OpenAI's words."""
+        num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+    @property
     def num_shown(self) -> int:
         """Approximate number of characters that token by token stand in the whole response."""
         is_shown = self.request.has_logprobs or self.request.returns_token_ids
-        num_tokens = self.num_prompt_tokens * self.request.num_choices
-        return SHOWN_CHARACTERS * (num_tokens + sum(len(turn.output_ids) for turn in self.turns)) * is_shown
+        return (
+            SHOWN_CHARACTERS * (self.num_prompt_tokens * self.request.num_choices + self.num_output_tokens) * is_shown
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ class ModelRequest:
     is_stream: bool
     has_usage: bool
     """a stream ends with the usage"""
-    has_logprobs: bool
+    has_logprobs: bool = False
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     may_call: bool = False

@@ -44,9 +44,8 @@ def contract_workflow(
     try:
         return _MAKERS[contract](name, {**(config or {}), "timeout": timeout}, options)
     except TypeError as error:
-        raise ConfigError(
-            f"{path}, env_config={dict(config or {})}: {error}; expected {CONTRACTS[contract]}"
-        ) from error
+        expected = f"expected {CONTRACTS[contract]}"
+        raise ConfigError(f"{path}, env_config={dict(config or {})}: {error}; {expected}") from error
 
 
 def _verifiers(name: str, config: dict[str, Any], options: dict[str, Any]) -> Maker:

@@ -14,10 +14,9 @@ from rlite.errors import ConfigError, DataError
 from rlite.imports import optional
 from rlite.rollout.environments.file import MAX_OBSERVATION, Turn
 from rlite.rollout.environments.gym import GymEpisode
-from rlite.rollout.environments.tool_episodes import ToolEpisode, last_user_message
+from rlite.rollout.environments.tool_episodes import ToolEpisode, last_user_message, reward_in, tool_schema
 from rlite.rollout.failures import ENVIRONMENT_ERRORS, EnvironmentInvalid, EnvironmentRaised
 from rlite.rollout.joined import join_histories
-from rlite.rollout.rewards.score import as_number
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.results import result_text
 from rlite.rollout.tools.toolbox import ToolResult
@@ -118,9 +117,7 @@ class OpenEnv:
             schema = (await answer.json()).get("action", {})
         properties, needed = schema.get("properties", {}), schema.get("required", [])
         texts = [name for name in needed if properties.get(name, {}).get("type") == "string"]
-        if len(texts) == 1 and len(needed) == 1:
-            return texts[0]
-        return ""
+        return texts[0] if len(texts) == len(needed) == 1 else ""
 
     @asynccontextmanager
     async def episode(self, seed: int, options: Mapping[str, Any] | None = None) -> AsyncIterator[GymEpisode]:
@@ -154,14 +151,7 @@ class OpenEnv:
         keys = TEXT_KEYS if self.observation is None else (self.observation,)
         text = next((seen[key] for key in keys if isinstance(seen.get(key), str)), None)
         text = json.dumps(seen, ensure_ascii=False, default=str) if text is None else text
-        return Turn(text[:MAX_OBSERVATION], reward := _reward(result, self.name), reward, result.get("done") is True)
-
-
-def _reward(result: Mapping[str, Any], name: str) -> float:
-    value = result.get("reward")
-    if (number := as_number(0.0 if value is None else value)) is None:
-        raise EnvironmentInvalid(f"{name} answered the reward {value!r:.100}; expected a finite number")
-    return number
+        return Turn(text[:MAX_OBSERVATION], reward := reward_in(result, self.name), reward, result.get("done") is True)
 
 
 class _OpenEnvToolEpisode(ToolEpisode):
@@ -172,7 +162,7 @@ class _OpenEnvToolEpisode(ToolEpisode):
     async def _call(self, call: ToolCall) -> ToolResult:
         asked = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
         result = await self._session.ask("step", asked)
-        self._rewards += _reward(result, self._name)
+        self._rewards += reward_in(result, self._name)
         self.is_done = result.get("done") is True
         seen = result["observation"]
         if seen.get("error"):
@@ -223,7 +213,7 @@ class OpenEnvTools:
         async with self._server.session() as session:
             first = self._server._turn(await session.ask("reset", {**options, **(data.get("env_options") or {})}))
             listed = await session.ask("step", {"type": "list_tools"})
-            schemas = [_schema(tool) for tool in listed["observation"].get("tools") or ()]
+            schemas = [tool_schema(tool) for tool in listed["observation"].get("tools") or ()]
             messages = data.get("messages", data.get("prompt"))
             if isinstance(messages, str):
                 messages = [{"role": "user", "content": messages}]
@@ -231,12 +221,6 @@ class OpenEnvTools:
                 messages = [{"role": "user", "content": ""}]
                 messages = last_user_message(messages, first.observation or "")
             yield _OpenEnvToolEpisode(messages, schemas, session, self._server.name)
-
-
-def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "properties": {}}
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 def from_openenv(trace: Any, reward: float, version: int = 0) -> TensorDict:

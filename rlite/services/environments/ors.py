@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rlite.data.chat.forms import Message
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError
 from rlite.imports import optional
-from rlite.rollout.environments.tool_episodes import ToolEpisode
+from rlite.rollout.environments.tool_episodes import ToolEpisode, reward_in, task_index, tool_schema
 from rlite.rollout.failures import ENVIRONMENT_ERRORS, EnvironmentInvalid, EnvironmentRaised
 from rlite.rollout.rewards.groups import Gathering
 from rlite.rollout.rewards.score import as_number
@@ -115,7 +115,7 @@ class OrsEpisode(ToolEpisode):
         scoring: Gathering | None,
         name: str,
     ) -> None:
-        super().__init__(messages, [_schema(tool) for tool in listed["tools"]])
+        super().__init__(messages, [tool_schema(tool) for tool in listed["tools"]])
         self._terminal = listed.get("terminal_tool")
         self._session, self._path, self._scoring, self._name = session, path, scoring, name
         self._rewards = 0.0
@@ -127,10 +127,7 @@ class OrsEpisode(ToolEpisode):
             return ToolResult(f"Error: {result.get('error')}", is_error=True)
         output = result["output"]
         self.is_done = output.get("finished") is True
-        reward = 0.0 if output.get("reward") is None else as_number(output["reward"])
-        if reward is None:
-            raise EnvironmentInvalid(f"{self._name} answered the reward {output['reward']!r:.100}")
-        self._rewards += reward
+        self._rewards += reward_in(output, self._name)
         return ToolResult(result_text(_text(output["blocks"])))
 
     async def reward(self, **arguments: Any) -> float:
@@ -211,10 +208,7 @@ class OrsEnvironment:
     async def _task(self, session: OrsSession, path: str, data: Mapping[str, Any]) -> dict[str, Any]:
         if "task_spec" in data:
             return {"task_spec": data["task_spec"]}
-        index = data.get("task", data.get("seed"))
-        if type(index) is not int or index < 0:
-            expected = "expected task, the number of a task, from 0, or task_spec"
-            raise DataError(f"the item has the keys {sorted(data)} and task={index!r}: {expected}")
+        index = task_index(data, "the number of a task, from 0, or task_spec")
         if self._num_tasks is None:
             self._num_tasks = (await session.ask("POST", f"{path}/num_tasks", {"split": self.split}))["num_tasks"]
         if not self._num_tasks:
@@ -229,12 +223,6 @@ class OrsEnvironment:
         if len(scores) != len(rows) or None in scores:
             raise EnvironmentInvalid(f"{self.name} scored a group of {len(rows)} with {answer!r:.200}")
         return scores  # type: ignore[return-value]
-
-
-def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": function}
 
 
 def _text(blocks: Sequence[Mapping[str, Any]]) -> str:

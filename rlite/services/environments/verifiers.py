@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Unpack
 from tensordict import TensorDict
 
 from rlite.data.chat.template import Tokenizer
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError
+from rlite.rollout.environments.tool_episodes import task_index
 from rlite.rollout.environments.workflow import ProcessOptions, sandboxed
 from rlite.rollout.failures import EnvironmentRaised
 from rlite.rollout.rewards.score import Reward, as_number
@@ -202,7 +203,7 @@ class VerifiersWorkflow(RolloutWorkflow):
             EnvironmentRaised: the episode failed. The message has verifiers' error.
             RliteError: the engine's error, if it was the engine that failed.
         """
-        index = _index(data)
+        index = task_index(data, "the place of a task in the taskset, a whole number from 0")
         options: Any = {"max_length": self.max_length, "is_sampling_fixed": True}
         session = AgentSession(engine, self.tokenizer, self.gconfig, **options)
         folder = getattr(self.tokenizer, "name_or_path", "")
@@ -253,11 +254,3 @@ def _is_in(turn: Turn, branch: Sequence[int]) -> bool:
     """Return whether a line of conversation begins with what a turn has read and written."""
     size = len(turn.sequence)
     return size <= len(branch) and turn.sequence == branch[:size]
-
-
-def _index(data: Mapping[str, Any]) -> int:
-    index = data.get("task", data.get("seed"))
-    if type(index) is not int or index < 0:
-        expected = "expected task, the place of a task in the taskset, a whole number from 0"
-        raise DataError(f"the item has the keys {sorted(data)} and task={index!r}: {expected}")
-    return index

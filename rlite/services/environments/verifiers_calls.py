@@ -45,8 +45,7 @@ class VerifiersFunction:
             _LOADED[key] = LoadedEnvironment(self.config)
         env = _LOADED[key]
         if method == "check":
-            task = env.task(0)
-            return [env.num_tasks, str(task.data.prompt or "")]
+            return [env.num_tasks, str(env.task(0).data.prompt or "")]
         return await env.run(renderer=self.renderer, **arguments)
 
 

@@ -106,10 +106,8 @@ def _match(module: nn.Module, options: OptimizerOptions) -> list[tuple[Parameter
     for key, group in options.parameter_groups.items():
         names = [name for name in rest if re.search(group.pattern, name)]
         if not names:
-            raise ConfigError(
-                f"parameter_groups.{key}.pattern={group.pattern}: no trained parameter outside of earlier groups has "
-                f"such a name; there are {_examples(rest)}"
-            )
+            why = f"no trained parameter outside of earlier groups has such a name; there are {_examples(rest)}"
+            raise ConfigError(f"parameter_groups.{key}.pattern={group.pattern}: {why}")
         rest = [name for name in rest if name not in names]
         if group.freeze:
             for name in names:

@@ -218,10 +218,8 @@ class PolicyLoss(TokenMean, OnCounted):
         if function is algorithms.ppo_clip:
             object.__setattr__(self, "options", clip | dict(self.options))
         elif clip != {"clip_low": 0.2, "clip_high": 0.2}:
-            raise ConfigError(
-                f"actor.clip and actor.clip_high are options of ppo_clip alone, not of {self.policy_loss}: its clip "
-                "range has another scale; set actor.policy_loss.options"
-            )
+            told = f"actor.clip and actor.clip_high are options of ppo_clip alone, not of {self.policy_loss}"
+            raise ConfigError(f"{told}: its clip range has another scale; set actor.policy_loss.options")
         object.__setattr__(self, "policy_loss", function)
         object.__setattr__(self, "configured", Configured.of(algorithms.POLICY_LOSSES, function, self.options))
 

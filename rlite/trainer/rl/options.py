@@ -116,15 +116,11 @@ class ActorOptions(ModelOptions):
         yield from super().problems()
         longest = self.max_inference_length_per_device
         if longest is not None and longest < self.max_length_per_device:
-            yield (
-                f"max_inference_length_per_device={longest}: expected at least max_length_per_device="
-                f"{self.max_length_per_device}"
-            )
+            expected = f"expected at least max_length_per_device={self.max_length_per_device}"
+            yield f"max_inference_length_per_device={longest}: {expected}"
         if self.lora is not None and self.lora.dropout:
-            yield (
-                f"lora.dropout={self.lora.dropout}: the policy that is trained would not be the one that answered; "
-                "use 0"
-            )
+            why = "the policy that is trained would not be the one that answered; use 0"
+            yield f"lora.dropout={self.lora.dropout}: {why}"
 
     def slow_problems(self) -> Iterator[str]:
         """Yield nothing; raise ConfigError or UnknownOptionError for a rejection that cannot be computed."""
@@ -414,15 +410,11 @@ class PpoConfig(LaunchOptions):
             yield f"{' and '.join(sources)} are given; expected one source of rewards"
         yield from self.rollout.problems_with(self.reward, "rollout.")
         if self.trainer.evaluation_devices is not None and self.trainer.evaluate != "beside":
-            yield (
-                f"trainer.evaluation_devices={self.trainer.evaluation_devices}: evaluations have devices of their own "
-                "with trainer.evaluate=beside; set both or neither"
-            )
+            why = "evaluations have devices of their own with trainer.evaluate=beside; set both or neither"
+            yield f"trainer.evaluation_devices={self.trainer.evaluation_devices}: {why}"
         if self.actor.freeze_steps and not self.has_critic:
-            yield (
-                f"actor.freeze_steps={self.actor.freeze_steps}: in these steps the critic alone learns, and "
-                f"adv.estimator={self.adv.estimator} has none"
-            )
+            why = f"in these steps the critic alone learns, and adv.estimator={self.adv.estimator} has none"
+            yield f"actor.freeze_steps={self.actor.freeze_steps}: {why}"
         num_rows = self.num_sequences
         if self.actor.update_per_rollout > num_rows:
             yield (
@@ -461,26 +453,22 @@ class PpoConfig(LaunchOptions):
     def _problems_of_shares(self) -> Iterator[str]:
         # judges with the same options of the engine share one
         beside = {
-            own.judge.engine_key: (f"reward.{name}.judge", own.judge)
+            own.judge.engine_key: (f"reward.{name}.judge", own.judge.gpu_memory_utilization)
             for name, own in self.reward.items()
             if own.judge is not None and own.judge.url is None and own.num_devices is None
         }
-        engines = [("rollout", self.rollout), *beside.values()]
-        total = sum(engine.gpu_memory_utilization for _, engine in engines)
+        shares = [("rollout", self.rollout.gpu_memory_utilization), *beside.values()]
+        total = sum(share for _, share in shares)
         if beside and total > 1.001:
-            shares = (f"{key}.gpu_memory_utilization={engine.gpu_memory_utilization:g}" for key, engine in engines)
-            yield (
-                f"{', '.join(shares)}: engines on the same devices would take {total:g} of their memory; lower one, or "
-                "give a judge devices of its own (reward.NAME.num_devices)"
-            )
+            told = ", ".join(f"{key}.gpu_memory_utilization={share:g}" for key, share in shares)
+            remedy = "lower one, or give a judge devices of its own (reward.NAME.num_devices)"
+            yield f"{told}: engines on the same devices would take {total:g} of their memory; {remedy}"
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""
         if self.rollout.dynamic_filtering and (equal := self.equal_rewards).can_teach:
-            yield (
-                "rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: "
-                f"{equal.reason}; leave rollout.dynamic_filtering out"
-            )
+            why = f"{equal.reason}; leave rollout.dynamic_filtering out"
+            yield f"rollout.dynamic_filtering=true drops groups of equal rewards, from which this run learns: {why}"
         if self.rollout.train_sampling_params.temperature == 0 and not self.equal_rewards.can_teach:
             yield (
                 "temperature 0 in training (rollout.train_sampling_params, or the workflow's gconfig): all "

@@ -159,11 +159,8 @@ class JudgeEngine:
             return self
         for number, row in enumerate(rows):
             texts = {"prompt": prompt_text(row, workflow.tokenizer, workflow.chat_template_options), "completions": ""}
-            needed = (
-                len(self.tokens(judge, judge.question({**row, **texts})))
-                + workflow.gconfig.max_new_tokens
-                + judge.options.max_new_tokens
-            )
+            num_new = workflow.gconfig.max_new_tokens + judge.options.max_new_tokens
+            needed = len(self.tokens(judge, judge.question({**row, **texts}))) + num_new
             if needed > limit:
                 told = f"rubric, prompt, answer and reply may have {needed} tokens, and the judge reads {limit}"
                 raise ConfigError(f"{where}, row index {number}: {judge.what}: {told}; lower judge.max_new_tokens")
@@ -253,14 +250,8 @@ class RewardEngines:
                     model.use_encoder()
                 model.check(getattr(workflow, "tokenizer", None), () if stream_of(rows) else rows, length, where)
                 models.setdefault(key, []).append(model)
-        return cls(
-            models,
-            engines,
-            _judge_engines(asked, is_deterministic),
-            length,
-            is_deterministic,
-            RestartBudget(max_recoveries),
-        )
+        judges, budget = _judge_engines(asked, is_deterministic), RestartBudget(max_recoveries)
+        return cls(models, engines, judges, length, is_deterministic, budget)
 
     def build_apart(self, world: int, seed: int) -> int:
         """Place the models that have devices of their own, before other engines.

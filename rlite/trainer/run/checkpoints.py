@@ -53,9 +53,8 @@ class Checkpoints:
             return found
         path = Path(wanted)
         if not path.is_dir():
-            raise CheckpointError(
-                f"trainer.load_ckpt_from={wanted}: no such folder; expected one, latest, latest_good or null"
-            )
+            expected = "expected one, latest, latest_good or null"
+            raise CheckpointError(f"trainer.load_ckpt_from={wanted}: no such folder; {expected}")
         if not (path / MANIFEST).exists():
             for folder in (path / "state", path, path.parent / "state"):
                 if steps := steps_of(folder):

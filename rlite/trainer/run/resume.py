@@ -169,9 +169,8 @@ def _differences(saved: Mapping[str, Any], options: Mapping[str, Any], load_ckpt
     ]
     found = differences(before, now, compared)
     if load_ckpt_from is not None and before.get("trainer.load_ckpt_from") not in (load_ckpt_from, *NEWEST):
-        found.append(
-            f"trainer.load_ckpt_from: {shown(before.get('trainer.load_ckpt_from'))} there, {load_ckpt_from} here"
-        )
+        there = shown(before.get("trainer.load_ckpt_from"))
+        found.append(f"trainer.load_ckpt_from: {there} there, {load_ckpt_from} here")
     return found
 
 

@@ -65,10 +65,8 @@ class SavedState:
         if facts and (damage := self.nonfinite_weights()):
             raise CheckpointError(f"{found}: {damage}; resume from an earlier one")
         if facts and facts.get("config", self._kind) != self._kind:
-            raise CheckpointError(
-                f"{found}: saved by a run of {facts['config']}, and this one is of {self._kind}: "
-                "another trainer begins from the weights in latest/"
-            )
+            told = f"{found}: saved by a run of {facts['config']}, and this one is of {self._kind}"
+            raise CheckpointError(f"{told}: another trainer begins from the weights in latest/")
         return facts
 
     def open(self) -> None:

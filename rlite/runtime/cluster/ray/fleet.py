@@ -103,10 +103,8 @@ class Fleet:
         for number, group in groups.items():
             if not group.wait(timeout_seconds=max(1, round(deadline - time.monotonic()))):
                 self.release(lambda _: True)
-                raise PlacementError(
-                    f"Ray gave no node with {bundles[number]} within {timeout:g} s: other jobs hold the devices. "
-                    "Wait for them, or ask for fewer"
-                )
+                why = "other jobs hold the devices. Wait for them, or ask for fewer"
+                raise PlacementError(f"Ray gave no node with {bundles[number]} within {timeout:g} s: {why}")
         while True:
             ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
             nodes = {number: placement_group_table(group)["bundles_to_node_id"][0] for number, group in groups.items()}

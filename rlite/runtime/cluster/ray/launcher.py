@@ -128,10 +128,8 @@ class RayLauncher:
         looks = [handle.look() for handle in handles]
         wait(looks, timeout)
         if late := [str(device) for device, look in zip(devices, looks, strict=True) if not look.done()]:
-            raise CallTimeout(
-                f"no process started for {', '.join(late)} within {timeout:g} s. If its node has died, the cluster "
-                "needs another one with as many free devices"
-            )
+            remedy = "If its node has died, the cluster needs another one with as many free devices"
+            raise CallTimeout(f"no process started for {', '.join(late)} within {timeout:g} s. {remedy}")
         with self._moving:
             return [self._moved(device, look.result().node) for device, look in zip(devices, looks, strict=True)]
 
@@ -273,10 +271,8 @@ def _reserve(options: SessionOptions) -> Any:
     usable = sum(map(default_cpu_slots, by_node)) if resource == "CPU" else present
     count = usable if options.num_devices is None else options.num_devices
     if count == 0 or count > present:
-        raise PlacementError(
-            f"{count or 'some'} devices were asked for (Ray resource {resource}), the cluster has {present}. "
-            f"Ask for fewer (num_devices=), or start Ray with more."
-        )
+        told = f"{count or 'some'} devices were asked for (Ray resource {resource}), the cluster has {present}"
+        raise PlacementError(f"{told}. Ask for fewer (num_devices=), or start Ray with more.")
     group = placement_group([{resource: 1}] * count, strategy="PACK")
     if not group.wait(timeout_seconds=options.start_timeout):
         remove_placement_group(group)

@@ -27,10 +27,8 @@ class JobServer:
         """
         missing = [name for name in ("aiohttp", "requests") if importlib.util.find_spec(name) is None]
         if missing:
-            raise ConfigError(
-                f"address={address}: the client of Ray's job server needs {', '.join(missing)}: "
-                "pip install 'ray[default]'"
-            )
+            why = f"the client of Ray's job server needs {', '.join(missing)}: pip install 'ray[default]'"
+            raise ConfigError(f"address={address}: {why}")
         try:
             self._client = JobSubmissionClient(address)
         except AuthenticationError as error:

@@ -185,7 +185,6 @@ def marked(thought: str, marks: Any) -> str:
     """Return a thought with the marks that its block carries; without them, with those of most models."""
     try:
         opening, closing = json.loads(marks)
-        return f"{opening}{thought}{closing}"
     except (TypeError, ValueError):
         opening, closing = OTHER_MARKS
-        return f"{opening}{thought}{closing}"
+    return f"{opening}{thought}{closing}"

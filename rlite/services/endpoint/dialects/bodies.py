@@ -138,6 +138,17 @@ class Tool(JsonObject):
         return {"type": "function", "function": given}
 
 
+def functions(tools: Iterable[Tool], body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the tools of a body as chat templates take them.
+
+    Args:
+        tools: the tools, validated.
+        body: the body.
+        key: key of a tool's JSON schema, which is taken as the body has it.
+    """
+    return [tool.function(raw.get(key)) for tool, raw in zip(tools, body.get("tools") or (), strict=True)]
+
+
 class StreamOptions(JsonObject):
     """Options of a stream."""
 

@@ -90,7 +90,7 @@ def whole(exchange: Exchange, choices: Sequence[Choice], scores: object = None) 
     """
     parts = [_choice(exchange, choice) for choice in choices]
     about = {"model": exchange.model, "created": exchange.created, "prompt_token_ids": exchange.prompts[0].token_ids}
-    return {**_around(exchange, parts), **about, "usage": _usage(exchange, choices)}
+    return {**_around(exchange, parts), **about, "usage": exchange.usage}
 
 
 async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> AsyncGenerator[Json, None]:
@@ -101,10 +101,8 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
         events: the parts of the choices as they arrive.
     """
     is_begun = False
-    ended: list[Choice] = []
     async for event in events:
         if isinstance(event, Choice):
-            ended.append(event)
             exchange.delivered.append(event.turn)
             part = {"index": event.index, "token_ids": [], "logprobs": None, **_end(event.turn)}
         else:
@@ -115,20 +113,12 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
         is_begun = True
         yield {**_around(exchange, [part]), **begun}
     if exchange.request.has_usage:
-        yield {**_around(exchange, []), "usage": _usage(exchange, ended)}
+        yield {**_around(exchange, []), "usage": exchange.usage}
 
 
 def _around(exchange: Exchange, choices: list[Json]) -> Json:
-    return {
-        "request_id": exchange.request.repeated.get("request_id", exchange.id),
-        "id": exchange.id,
-        "choices": choices,
-    }
-
-
-def _usage(exchange: Exchange, choices: Sequence[Choice]) -> dict[str, int]:
-    num_prompt, num_output = exchange.num_prompt_tokens, sum(len(choice.turn.output_ids) for choice in choices)
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    name = exchange.request.repeated.get("request_id", exchange.id)
+    return {"request_id": name, "id": exchange.id, "choices": choices}
 
 
 def _choice(exchange: Exchange, choice: Choice) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -136,12 +137,11 @@ def read(body: Any, model: str, defaults: GenerationHyperparameters, is_generati
     stop, is_stream = read.stop_sequences or read.stop, read.stream and is_generating
     read = read.model_copy(update={"stop": stop, "stream": is_stream})
     system: list[Message] = [{"role": "system", "content": bodies.text_of(read.system)}] if read.system else []
-    tools = [tool.function(raw["input_schema"]) for tool, raw in zip(read.tools, body.get("tools") or (), strict=True)]
+    tools = bodies.functions(read.tools, body, "input_schema")
     return ModelRequest(
         messages=[*system, *(part for at, one in enumerate(read.messages) for part in one.plain(f"messages[{at}]"))],
         tools=tools or None,
         may_call=bool(tools) and read.tool_choice.type == "auto",
-        has_logprobs=False,
         is_generating=is_generating,
         **read.common(defaults),
     )
@@ -250,20 +250,7 @@ def error_body(error: ApiError) -> Json:
 
 
 MESSAGES = Dialect(
-    path="/v1/messages",
-    prefix="msg_",
-    read=read,
-    whole=whole,
-    stream=stream,
-    error=error_body,
-    has_named_events=True,
+    path="/v1/messages", prefix="msg_", read=read, whole=whole, stream=stream, error=error_body, has_named_events=True
 )
-COUNT = Dialect(
-    path="/v1/messages/count_tokens",
-    prefix="count_",
-    read=partial(read, is_generating=False),
-    whole=counted,
-    stream=stream,
-    error=error_body,
-    has_named_events=True,
-)
+_counting = partial(read, is_generating=False)
+COUNT = replace(MESSAGES, path="/v1/messages/count_tokens", prefix="count_", read=_counting, whole=counted)

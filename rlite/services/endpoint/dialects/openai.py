@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -209,9 +210,8 @@ def whole(exchange: Exchange, choices: Sequence[Choice], scores: Sequence[Prompt
             said |= {"token_ids": turn.output_ids}
             said |= {} if exchange.request.is_chat else _prompt_ids(exchange, choice.index)
         parts.append({"index": choice.index, "finish_reason": finish_reason(turn), "logprobs": shown, **said})
-    num_output = sum(len(choice.turn.output_ids) for choice in choices)
     ids = _prompt_ids(exchange, 0) if exchange.request.is_chat else {}
-    return {**_around(exchange, parts, is_chunk=False), "usage": _usage(exchange, num_output), **ids}
+    return {**_around(exchange, parts, is_chunk=False), "usage": exchange.usage, **ids}
 
 
 async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> AsyncGenerator[dict[str, Any], None]:
@@ -224,13 +224,12 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
     waiting: dict[int, list[tuple[int, float]]] = {}
     starts: Counter[int] = Counter()
     """characters of each choice's tokens before those that wait"""
-    num_output, is_chat = 0, exchange.request.is_chat
+    is_chat = exchange.request.is_chat
     async for event in events:
         is_first = event.index not in waiting
         tokens = waiting.setdefault(event.index, [])
         if isinstance(event, Delta):
             tokens += zip(event.chunk.token_ids, event.chunk.logprobs, strict=True)
-            num_output += len(event.chunk.token_ids)
         text = event.text if isinstance(event, Delta) else event.rest
         if is_first and (is_chat or exchange.request.returns_token_ids):
             begun: Json | str = {"role": "assistant", "content": ""} if is_chat else ""
@@ -248,7 +247,7 @@ async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> A
             exchange.delivered.append(event.turn)
             yield _chunk(exchange, event.index, last, tokens, starts[event.index], finish_reason(event.turn))
     if exchange.request.has_usage:
-        yield {**_around(exchange, [], is_chunk=True), "usage": _usage(exchange, num_output)}
+        yield {**_around(exchange, [], is_chunk=True), "usage": exchange.usage}
 
 
 def _around(exchange: Exchange, choices: list[Json], is_chunk: bool) -> Json:
@@ -258,12 +257,6 @@ def _around(exchange: Exchange, choices: list[Json], is_chunk: bool) -> Json:
         kind = "chat.completion.chunk" if is_chunk else "chat.completion"
     shared = {"id": exchange.id, "object": kind, "created": exchange.created, "model": exchange.model}
     return {**shared, "choices": choices}
-
-
-def _usage(exchange: Exchange, num_output: int) -> dict[str, int]:
-    """Return counts of tokens. A prompt that several choices share counts once."""
-    num_prompt = exchange.num_prompt_tokens
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
 def _chunk(
@@ -354,6 +347,4 @@ def error_body(error: ApiError) -> Json:
 CHAT = Dialect(
     path="/v1/chat/completions", prefix="chatcmpl-", read=read_chat, whole=whole, stream=stream, error=error_body
 )
-COMPLETION = Dialect(
-    path="/v1/completions", prefix="cmpl-", read=read_completion, whole=whole, stream=stream, error=error_body
-)
+COMPLETION = replace(CHAT, path="/v1/completions", prefix="cmpl-", read=read_completion)

@@ -28,16 +28,8 @@ NOTES = {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retentio
 NOTES |= {"store", "reasoning", "parallel_tool_calls", "client_metadata"}
 ITEMS = "items of type message, function_call, function_call_output and reasoning, all their contents text"
 STATELESS = "nothing: the server keeps no conversation, so send all of it in `input`"
-REPEATED = (
-    "instructions",
-    "temperature",
-    "top_p",
-    "max_output_tokens",
-    "tools",
-    "metadata",
-    "tool_choice",
-    "reasoning",
-)
+REPEATED = {"instructions", "temperature", "top_p", "max_output_tokens", "tools", "tool_choice", "metadata"}
+REPEATED |= {"reasoning"}
 
 
 class _MessageItem(JsonObject):
@@ -130,14 +122,11 @@ def read(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelReq
     read = bodies.validated(_Body, body, model)
     read = read.model_copy(update={"max_completion_tokens": read.max_output_tokens})
     system: list[Message] = [{"role": "system", "content": read.instructions}] if read.instructions else []
-    tools = [
-        tool.function(raw.get("parameters")) for tool, raw in zip(read.tools, body.get("tools") or (), strict=True)
-    ]
+    tools = bodies.functions(read.tools, body, "parameters")
     return ModelRequest(
         messages=[*system, *_conversation(read.input)],
         tools=tools or None,
         may_call=bool(tools) and read.tool_choice == "auto",
-        has_logprobs=False,
         repeated={key: value for key in REPEATED if (value := body.get(key)) is not None},
         **read.common(defaults),
     )
@@ -295,11 +284,5 @@ def _block_messages(exchange: Exchange, event: BlockEvent) -> Iterator[Json]:
 
 
 RESPONSES = Dialect(
-    path="/v1/responses",
-    prefix="resp_",
-    read=read,
-    whole=whole,
-    stream=stream,
-    error=error_body,
-    has_named_events=True,
+    path="/v1/responses", prefix="resp_", read=read, whole=whole, stream=stream, error=error_body, has_named_events=True
 )

@@ -5,17 +5,8 @@ from __future__ import annotations
 from rlite.services.endpoint.dialects import generate, messages, openai, responses
 from rlite.services.endpoint.exchange import Dialect
 
-DIALECTS: dict[str, Dialect] = {
-    dialect.path: dialect
-    for dialect in (
-        openai.CHAT,
-        openai.COMPLETION,
-        responses.RESPONSES,
-        messages.MESSAGES,
-        messages.COUNT,
-        generate.GENERATE,
-    )
-}
+_ALL = [openai.CHAT, openai.COMPLETION, responses.RESPONSES, messages.MESSAGES, messages.COUNT, generate.GENERATE]
+DIALECTS: dict[str, Dialect] = {dialect.path: dialect for dialect in _ALL}
 
 
 def dialect_of(path: str) -> Dialect:
