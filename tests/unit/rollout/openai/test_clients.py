@@ -234,13 +234,14 @@ class Breaking(Speaker):
             raise ZeroDivisionError(f"in /srv/model/weights.py: {QUESTION}")
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_stream_that_breaks_raises_in_the_client(route: str) -> None:
+def test_a_stream_that_breaks_raises_in_the_client(route: str, is_async: bool) -> None:
     session = AgentSession(Breaking(TEXTS, TOKENIZER), TOKENIZER)
     package = anthropic if route == "messages" else openai
 
     async def use() -> None:
-        async with served(session) as access, client_of(route, True, access) as client:
+        async with served(session) as access, client_of(route, is_async, access) as client:
             with pytest.raises(package.APIError, match="the server failed with ZeroDivisionError"):
                 await ROUTES[route](client, [{"role": "user", "content": QUESTION}], True)
 
@@ -318,6 +319,68 @@ def test_models_are_listed_for_both_packages(route: str, is_async: bool) -> None
     assert asyncio.run(asyncio.wait_for(use(), 100)) == ["policy"]
 
 
+COUNTED = {"model": "policy", "messages": RIGHT["messages"]["messages"]}
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "completions": ("chat", "completions.create", {"model": "policy", "prompt": "x"}),
+    "count_tokens": (
+        "messages",
+        "messages.count_tokens",
+        {"model": "policy", "messages": RIGHT["messages"]["messages"]},
+    ),
+    "models": ("chat", "models.list", {}),
+}
+"""client, method and request of the routes without turns of a chat"""
+UNKNOWN = {"completions": {"model": "other"}, "count_tokens": {"model": "other"}}
+UNUSABLE = {"completions": {"prompt": 3}, "count_tokens": {"messages": WRONG["messages"]["messages"]}}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("route", OTHERS)
+def test_the_other_routes_refuse_with_the_error_of_the_package(route: str, is_async: bool) -> None:
+    session = AgentSession(Speaker(["x"], TOKENIZER), TOKENIZER)
+    kind, path, body = OTHERS[route]
+    package = anthropic if kind == "messages" else openai
+    cases = [("wrong", {}, package.AuthenticationError)]
+    cases += [("", UNKNOWN[route], package.NotFoundError)] if route in UNKNOWN else []
+    cases += [("", UNUSABLE[route], package.BadRequestError)] if route in UNUSABLE else []
+
+    async def use() -> None:
+        async with served(session) as access:
+            for key, change, error in cases:
+                own = Access(access.base_url, key or access.api_key, access.model)
+                async with client_of(kind, is_async, own) as client:
+                    method = client
+                    for part in path.split("."):
+                        method = getattr(method, part)
+                    with pytest.raises(error):
+                        await method(**{**body, **change})
+
+    asyncio.run(asyncio.wait_for(use(), 100))
+    assert session.recording.turns == []
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_stream_of_completions_that_breaks_raises_in_the_client(is_async: bool) -> None:
+    session = AgentSession(Breaking(TEXTS, TOKENIZER), TOKENIZER)
+
+    def read(access: Access) -> None:
+        with openai.OpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as client:
+            list(client.completions.create(model="policy", prompt="x", stream=True))
+
+    async def aread(access: Access) -> None:
+        async with client_of("chat", True, access) as client:
+            answer = await client.completions.create(model="policy", prompt="x", stream=True)
+            [part async for part in answer]
+
+    async def use() -> None:
+        async with served(session) as access:
+            with pytest.raises(openai.APIError, match="the server failed with ZeroDivisionError"):
+                await (aread(access) if is_async else asyncio.to_thread(read, access))
+
+    asyncio.run(asyncio.wait_for(use(), 100))
+    assert [turn.is_aborted for turn in session.recording.turns] == [True]
+
+
 PAGE = Path(__file__).parents[4] / "docs" / "serving.md"
 
 
@@ -328,6 +391,6 @@ def test_each_cell_of_the_pages_table_is_a_test_of_this_file() -> None:
         path for path in (*DIALECTS, "/v1/models") if path != "/inference/v1/generate"
     }
     cells = {cell.strip() for row in rows for cell in row[1:]} - {"-"}
-    letters = dict(re.findall(r"^- ([A-F]): `(test_\w+)`", section, re.MULTILINE))
+    letters = dict(re.findall(r"^- ([A-H]): `(test_\w+)`", section, re.MULTILINE))
     assert cells == set(letters)
     assert {name for name in letters.values() if name not in globals()} == set()
