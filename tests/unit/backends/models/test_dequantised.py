@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from rlite.backends.models.dequantised import DequantisedReader
+from rlite.backends.models.stored import DequantisedReader
 from rlite.errors import CheckpointError
 from rlite.nn.pretrained import check_plain, load_config
 from rlite.runtime.parallel.shards import CheckpointReader
