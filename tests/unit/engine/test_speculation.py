@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.scheduler import RunningSequence
@@ -103,9 +105,15 @@ def test_a_stop_string_ends_a_sequence_within_accepted_tokens(model: Path) -> No
     assert [generated(worker, stop=[stop], **GREEDY) for _ in range(2)] == [single, single]
 
 
-def test_the_distribution_is_the_models_own(model: Path) -> None:
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {}])
+def test_the_distribution_is_the_models_own(model: Path, filters: dict[str, int], tmp_path: Path) -> None:
     """A wrong rule of acceptance would favour the tokens of the texts that propose."""
-    gconfig = GenerationHyperparameters(max_new_tokens=6, temperature=1.0, ignore_eos=True, top_k=4)
+    if not filters:  # a model of 259 almost equal tokens would accept nothing
+        model = Path(shutil.copytree(model, tmp_path / "sharper"))
+        tensors = load_file(model / "model.safetensors")
+        tensors["model.norm.weight"] *= 7
+        save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    gconfig = GenerationHyperparameters(max_new_tokens=6, temperature=1.0, ignore_eos=True, **filters)
     counts = torch.zeros(2, 259)
     for row, is_on in enumerate((False, True)):
         worker = worker_of(model, max_num_seqs=64, speculation=is_on)
