@@ -15,7 +15,6 @@ import cloudpickle
 import pytest
 from hypothesis import settings
 
-import tests
 from tests import forked_python
 
 # a shared or slow machine is no reason for a property test to fail
@@ -52,8 +51,6 @@ def own_loggers() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share one server of Python programs, and compiled modules, between all processes of tests."""
-    # a sandbox then imports what a test's reward needs, not its whole module: ten seconds of CPU time each
-    cloudpickle.register_pickle_by_value(tests)
     if not hasattr(config, "workerinput"):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each program would compile the library again
         folder = Path(tempfile.mkdtemp(prefix="python-", dir="/tmp"))  # short: it is in the programs' first lines
@@ -81,6 +78,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        # a sandbox imports what a reward of the test needs, not all that the file of tests needs: seconds each time
+        cloudpickle.register_pickle_by_value(module)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu") or "tests/gpu/" in item.path.as_posix()]
     if not gpu_tests:
         return
