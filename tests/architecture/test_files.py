@@ -7,24 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sloc import shape_of
+from benchmarks.sloc import Shape, shape_of
 
 ROOT = Path(__file__).parents[2]
 MAX_FILE, MAX_CLASS, MAX_FUNCTION = 450, 250, 70
 """source lines: without blank lines, comments and docstrings"""
-MAX_LIBRARY = 47_442
+MAX_LIBRARY = 47_440
 """source lines of the whole library; raise it only with a budget"""
 DRAWERS = {"utils", "util", "helpers", "helper", "misc", "common"}
 
 
-def test_no_file_class_or_function_is_too_long_to_read() -> None:
-    shape = shape_of(ROOT)
+@pytest.fixture(scope="module")
+def shape() -> Shape:
+    return shape_of(ROOT)
+
+
+def test_no_file_class_or_function_is_too_long_to_read(shape: Shape) -> None:
     limits = ((shape.modules, MAX_FILE), (shape.classes, MAX_CLASS), (shape.functions, MAX_FUNCTION))
     assert {name: size for sizes, limit in limits for name, size in sizes.items() if size > limit} == {}
 
 
-def test_the_library_stays_within_its_budget() -> None:
-    assert shape_of(ROOT).lines.total() <= MAX_LIBRARY
+def test_the_library_stays_within_its_budget(shape: Shape) -> None:
+    assert shape.lines.total() <= MAX_LIBRARY
 
 
 def test_no_module_is_a_drawer() -> None:
