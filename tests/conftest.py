@@ -80,7 +80,10 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         # a sandbox imports what a reward of the test needs, not all that the file of tests needs: seconds each time
-        if not any(hasattr(value, "named_parameters") for value in vars(module).values() if isinstance(value, type)):
+        has_engines = any(
+            hasattr(value, "named_parameters") for value in vars(module).values() if isinstance(value, type)
+        )
+        if module.__name__.startswith(("tests.first_use.", "tests.integration.", "tests.unit.")) and not has_engines:
             cloudpickle.register_pickle_by_value(module)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu") or "tests/gpu/" in item.path.as_posix()]
     if not gpu_tests:

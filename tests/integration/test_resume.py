@@ -242,7 +242,7 @@ def test_killed_run_ends_with_same_results(
     assert sorted(path.name for path in (broken / "state").iterdir()) == LEFT[trainer]
 
 
-@pytest.mark.parametrize(("trainer", "step"), [("sft", 9), ("ppo", 4)])
+@pytest.mark.parametrize(("trainer", "step"), [("sft", 9), pytest.param("ppo", 4, marks=pytest.mark.nightly)])
 def test_a_run_of_two_ranks_goes_on_as_one(
     options: dict[str, list[str]], whole: Whole, tmp_path: Path, trainer: str, step: int
 ) -> None:
