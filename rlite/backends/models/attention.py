@@ -40,7 +40,6 @@ MAX_FLASH_WIDTH = 256
 QUERIES = 256
 """queries whose scores are held at once, if they are computed one by one"""
 
-FLASH_3 = "FlashAttention 3"
 Attend = Callable[..., Tensor]
 """attention of one sequence, with the arguments of `causal_attention`"""
 
@@ -408,7 +407,7 @@ def use_flash_attention_3(device: torch.device) -> str:
         logger.warning("flash_attention_3=true: %s; torch's attention is used", reason)
         return f"torch's: {reason}"
     activate_flash_attention_impl("FA3")
-    return FLASH_3
+    return "FlashAttention 3"
 
 
 def _flash(
