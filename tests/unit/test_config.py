@@ -290,7 +290,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             load(Run, ["--config", write(tmp_path, f"lr: !!{tag} foo\n")])
         with pytest.raises(ConfigError, match=f"sampling.stop=!!{tag} foo: not valid yaml: "):
             load(Run, [f"sampling.stop=!!{tag} foo"])
-    deep = "{x: " * 80 + "1" + "}" * 80
+    deep = "{x: " * 300 + "1" + "}" * 300
     with pytest.raises(ConfigError, match=r"recipe\.yaml: the values are nested too deeply"):
         load(Run, ["--config", write(tmp_path, f"data: {deep}\n")])
     with pytest.raises(ConfigError, match=r"sampling.stop=\{x: .*: the values are nested too deeply"):

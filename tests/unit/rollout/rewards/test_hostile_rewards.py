@@ -48,7 +48,7 @@ async def outcome(reward: RewardFunction, **call: Any) -> Any:
 
 @pytest.mark.parametrize("is_foreign", [False, True])
 def test_attacks_cost_their_own_call_and_neither_run_code_nor_block_nor_grow(tmp_path: Path, is_foreign: bool) -> None:
-    reward = RewardFunction(hostile.attack, timeout=1.5, num_processes=4)
+    reward = RewardFunction(hostile.attack, timeout=4, num_processes=4)
     marker = str(tmp_path / "marker")
 
     async def all_of_them() -> list[Any]:
