@@ -260,6 +260,8 @@ def compare(section: str, own: Path, other: Path, model: Path, pairs: int) -> bo
             for number in range(start, min(start + PAIRS_OF_A_PROCESS, pairs)):
                 for tree in (own, other) if number % 2 else (other, own):  # else one always finds a warmer machine
                     found[tree].append(units[tree]())
+        ratio = math.exp(statistics.mean(map(math.log, found[own])) - statistics.mean(map(math.log, found[other])))
+        print(f"{section}: {len(found[own])} of {pairs} pairs, {ratio:.3f} so far", file=sys.stderr, flush=True)
     logs = [math.log(mine / theirs) for mine, theirs in zip(found[own], found[other], strict=True)]
     means = [statistics.mean(logs[start : start + PAIRS_OF_A_PROCESS]) for start in starts]
     margin = students_t(len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))

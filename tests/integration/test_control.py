@@ -266,6 +266,7 @@ def test_impossible_jobs_are_refused_before_anything_starts(tmp_path: Path) -> N
     assert (result.succeeded, result.is_stopped, result.error) == (False, True, "stopped on request")
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_stopped_while_it_is_made_leaves_nothing(tmp_path: Path) -> None:
     for number in range(3):
         run = Run(builder(tmp_path), tmp_path, f"short-{number}")

@@ -103,6 +103,7 @@ def test_replicas_join_with_the_current_weights_and_leave_without_a_lost_token(m
     serve.release()
 
 
+@pytest.mark.nightly
 def test_sigterm_lets_a_replica_leave_while_it_generates(models: dict[str, Path]) -> None:
     serve = RliteInferenceEngine(models["llama"])
     serve.build(data_parallel_size=2, tensor_parallel_size=2, max_model_len=512, max_num_seqs=12, deterministic=True)

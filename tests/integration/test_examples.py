@@ -78,6 +78,7 @@ def test_the_program_in_the_readme_runs_as_printed_but_for_its_model(tmp_path):
     assert out.split() == ["1", "1"]
 
 
+@pytest.mark.nightly
 def test_the_quickstart_goes_on_where_it_was_stopped_and_ends_with_a_model_and_a_picture(tmp_path):
     small = ["num_train=100", "num_held_out=16", "warm_steps=2"]
     command = ["-m", "rlite.cli", "quickstart", *small]

@@ -108,6 +108,7 @@ def test_a_killed_driver_takes_its_ray_with_it(models: dict[str, Path], tmp_path
             process.kill()
 
 
+@pytest.mark.nightly
 def test_the_address_of_a_cluster_that_was_killed_is_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

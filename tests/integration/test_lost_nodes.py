@@ -74,6 +74,7 @@ def rollouts(out: Path) -> list[int]:
     return latest(out)["rollouts"]
 
 
+@pytest.mark.nightly
 def test_replicas_and_train_workers_move_to_another_node(
     cluster: Cluster, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_all_answers_are_whole_and_as_without_the_kill(
         serve.resume()
 
 
+@pytest.mark.nightly
 def test_remaining_replicas_serve_requests(serve: RliteInferenceEngine) -> None:
     sampling = {"temperature": 0.0, "max_tokens": 150, "ignore_eos": True}
     prompts = [request.input_ids for request in requests()]

@@ -40,6 +40,7 @@ def run_on_two_nodes(*argv: str, cwd: Path) -> list[str]:
     return outputs
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sft_on_two_nodes_learns_what_one_process_learns(models: dict[str, Path], tmp_path: Path) -> None:
     rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(8) for b in range(8)]

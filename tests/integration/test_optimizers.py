@@ -21,6 +21,7 @@ from rlite.trainer.model.optimizers import make_optimizer, parameter_groups
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 LENGTHS = [9, 4, 13, 1, 7, 6, 5]
@@ -131,7 +132,9 @@ def trained(engine: RliteTrainEngine, seeds: range = range(2)) -> dict[str, Tens
     return engine.state_dict()
 
 
-@pytest.mark.parametrize("lora", [None, LoraOptions(rank=4)], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora", [None, pytest.param(LoraOptions(rank=4), marks=pytest.mark.nightly)], ids=["weights", "adapters"]
+)
 def test_training_with_muon_is_independent_of_the_layout(model: Path, lora: LoraOptions | None) -> None:
     options = {"param_dtype": "float64", "max_grad_norm": 0.05}
     groups = {} if lora else NORMS
@@ -158,7 +161,7 @@ def test_each_rank_holds_its_part_of_the_momentum_alone(model: Path) -> None:
         engine.release()
 
 
-@pytest.mark.parametrize("resumed_layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("resumed_layout", [*nightly(*LAYOUTS[:-1]), LAYOUTS[-1]], ids=str)
 def test_a_resumed_run_makes_the_steps_of_an_uninterrupted_one_in_any_layout(
     model: Path, tmp_path: Path, resumed_layout: Any
 ) -> None:

@@ -26,6 +26,7 @@ from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 Build = Callable[..., RliteTrainEngine]
@@ -89,7 +90,7 @@ def trained(engine: RliteTrainEngine) -> tuple[dict[str, Tensor], dict[str, floa
     return engine.state_dict(), stats
 
 
-@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.nightly), "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", *nightly("qwen2", "llama")])
 def test_any_product_of_parallelisms_gives_the_weights_of_one_device(build: Build, kind: str) -> None:
     options = {"param_dtype": "float64", "max_grad_norm": 0.05}
     alone = build(kind, **options)
@@ -349,7 +350,11 @@ def test_two_ranks_that_share_tokens_keep_about_half_of_the_activations_each(mod
 
 @pytest.mark.parametrize(
     ("kind", "targets"),
-    [("qwen2", [ALL_LINEAR]), ("qwen3", ["q_proj", "o_proj", "down_proj"]), ("llama", ["lm_head", "v_proj", "o_proj"])],
+    [
+        ("qwen2", [ALL_LINEAR]),
+        pytest.param("qwen3", ["q_proj", "o_proj", "down_proj"], marks=pytest.mark.nightly),
+        pytest.param("llama", ["lm_head", "v_proj", "o_proj"], marks=pytest.mark.nightly),
+    ],
 )
 def test_adapters_are_the_same_under_tensor_parallel(
     models: dict[str, Path], tmp_path: Path, kind: str, targets: list[str]

@@ -145,6 +145,7 @@ def test_a_critic_learns_what_a_frozen_actor_earns(model, tmp_path):
     assert rows[-1]["critic/value"] == pytest.approx(rows[-1]["critic/return"], abs=0.15)
 
 
+@pytest.mark.nightly
 def test_a_kl_in_the_loss_holds_the_policy_where_it_was(model, tmp_path):
     moved = []
     for coef in (1e-9, 10.0):
@@ -156,7 +157,7 @@ def test_a_kl_in_the_loss_holds_the_policy_where_it_was(model, tmp_path):
     assert moved[1] < 0.5 * moved[0]
 
 
-@pytest.mark.parametrize("kind", ["loss", "reward"])
+@pytest.mark.parametrize("kind", [pytest.param("loss", marks=pytest.mark.nightly), "reward"])
 def test_the_weight_of_the_kl_follows_its_target_through_a_resume(kind, model, tmp_path):
     kl = KlOptions(type=kind, coef=0.5, adaptive_target=1e-4, adaptive_horizon=160.0)
     folder, actor = tmp_path / "run", {"off_policy_metrics": True}
@@ -208,6 +209,7 @@ def test_prompts_that_teach_nothing_are_replaced(model, tmp_path):
     run.run.close()
 
 
+@pytest.mark.nightly
 def test_the_recipe_of_openai_runs_from_the_command_line(model, tmp_path, monkeypatch):
     rlite.shutdown()
     (tmp_path / "env.py").write_text(TWO_TURNS.replace("REWARD", "digits"))

@@ -281,6 +281,7 @@ class GradedTrainer(PpoTrainer):
         return {**super().evaluate(), **({"grade": grades[self.run.step]} if self.run.step in grades else {})}
 
 
+@pytest.mark.nightly
 def test_an_evaluation_without_the_metric_of_the_best_costs_one_warning_and_not_the_run(
     model, tmp_path, session, caplog
 ):

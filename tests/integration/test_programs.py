@@ -302,6 +302,7 @@ def ppo(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
     }
 
 
+@pytest.mark.nightly
 def test_a_killed_ppo_trainer_resumes_and_ends_with_the_same_weights(ppo: dict[str, Any], tmp_path: Path) -> None:
     undisturbed(ppo, "rlite.trainer.ppo", tmp_path / "whole")
     broken = tmp_path / "broken"

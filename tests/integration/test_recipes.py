@@ -12,6 +12,7 @@ from recipes.countdown import run_on_cpu
 from rlite.rollout.environments.file import EnvironmentFile
 
 
+@pytest.mark.nightly
 def test_countdown_runs_from_nothing_to_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     for name, value in {"NUM_TEST": 8, "NUM_DEMONSTRATIONS": 64, "STEPS": 1}.items():

@@ -161,6 +161,7 @@ def test_replaced_replica_has_the_residency_of_the_engine(serve: RliteInferenceE
     check_same(asked, answers(serve, asked, silent), expected, version=2)
 
 
+@pytest.mark.nightly
 def test_a_replica_of_two_workers_comes_back_whole(models: dict[str, Path]) -> None:
     engine = RliteInferenceEngine(models["llama"])
     engine.build(**BUILD, tensor_parallel_size=2)

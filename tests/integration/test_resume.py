@@ -208,10 +208,10 @@ def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("trainer", "ranks"),
     [
-        ("sft", 2),
+        ("sft", 1),
         ("ppo", 1),
         ("grpo", 1),
-        pytest.param("sft", 1, marks=pytest.mark.nightly),
+        pytest.param("sft", 2, marks=pytest.mark.nightly),
         pytest.param("ppo", 2, marks=pytest.mark.nightly),
         pytest.param("experts", 2, marks=pytest.mark.nightly),
     ],

@@ -99,6 +99,7 @@ def test_ppo_raises_the_score_of_a_reward_model(tmp_path: Path, capsys: pytest.C
     assert "on the devices of the rollouts, reads the policy's tokens" in " ".join((told.out + told.err).split())
 
 
+@pytest.mark.nightly
 def test_a_deterministic_run_with_a_reward_model_resumes_with_the_same_bits(tmp_path: Path) -> None:
     exact = ("rollout.deterministic=true",)
     ppo.main(command(tmp_path, 4, *exact))

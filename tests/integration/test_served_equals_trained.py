@@ -22,6 +22,7 @@ from rlite.types import GenerationHyperparameters
 from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta
 from tests.integration.rewards import digits
 from tests.integration.worlds import world
+from tests.marks import nightly
 from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
 
@@ -104,7 +105,7 @@ def test_both_engines_have_the_same_logprobs_before_and_after_a_step(
     serve.release()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("llama", marks=pytest.mark.nightly), "qwen3_moe"])
 def test_tensor_parallel_engines_of_two_ranks_have_the_same_logprobs(models: dict[str, Path], kind: str) -> None:
     serve = RliteInferenceEngine(models[kind])
     serve.build(tensor_parallel_size=2, max_model_len=192, max_num_seqs=7, dtype="float32", deterministic=True)
@@ -139,7 +140,7 @@ def test_unsupported_deterministic_models_are_refused_before_any_process_starts(
         assert not engine.is_built
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", *nightly("qwen2", "llama")])
 def test_truncated_rollouts_have_the_same_logprobs_over_their_kept_ids(models: dict[str, Path], kind: str) -> None:
     serve = RliteInferenceEngine(models[kind])
     serve.build(max_model_len=256, max_num_seqs=7, dtype="float32", deterministic=True)

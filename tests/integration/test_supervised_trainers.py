@@ -41,6 +41,7 @@ from rlite.trainer.supervised_options import DpoConfig, KtoConfig, RmConfig, Sft
 from tests import forked_python
 from tests.integration.signals import interrupted, terminate
 from tests.integration.worlds import environment
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 LETTERS = "abcdefgh"
@@ -219,7 +220,7 @@ def test_options_of_preference_losses_reach_the_loss(model: str, tmp_path: Path,
     assert rm.center_coefficient == 0.01
 
 
-@pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "kto"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", *nightly("rm", "kto")])
 def test_stopped_run_ends_with_the_results_of_an_uninterrupted_run(
     kind: str, model: str, tmp_path: Path, session: Session
 ) -> None:
@@ -379,6 +380,7 @@ def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
     assert (tmp_path / "run" / "latest" / "model.safetensors").exists()
 
 
+@pytest.mark.nightly
 def test_a_signal_to_the_process_group_leaves_ray_alone_until_the_step_is_saved(model: str, tmp_path: Path) -> None:
     """`timeout` and a terminal send a signal to the whole group."""
     (tmp_path / "rows.json").write_text(json.dumps(demonstrations(4096, seed=0)))
@@ -525,7 +527,7 @@ def made(folder: Path) -> dict[str, list[tuple[float, float]]]:
     return {key: [(row["step"], row[key]) for row in logged(folder / "run") if key in row] for key in EVALUATED}
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_signal_saves_before_the_evaluations_of_the_step_which_the_resumed_run_makes(
     step: int, model: str, tmp_path: Path, session: Session
 ) -> None:

@@ -21,6 +21,7 @@ from rlite.errors import WorkerDied
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
 from tests.integration.modules import POLICIES, on_meta
 from tests.integration.worlds import MARK, environment, ray_session
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 from tests.vllm.processes import engine_core_of, servers, wait_until_gone
 
@@ -158,7 +159,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("who", ["driver", "server and driver"])
+@pytest.mark.parametrize("who", ["driver", *nightly("server and driver")])
 def test_a_killed_driver_leaves_no_process(path: Path, who: str) -> None:
     value = uuid.uuid4().hex
     command = [sys.executable, "-c", PROGRAM, str(path)]

@@ -17,6 +17,7 @@ from rlite.trainer.model.modules import policy_module
 from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.types import GenerationHyperparameters
 from tests.integration.rewards import digits
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
@@ -37,7 +38,7 @@ def rollouts(engine: RliteInferenceEngine, **sampling: Any) -> TensorDict:
     return engine.rollout_batch(ROWS, workflow, group_size=2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, *nightly(2)])
 def test_the_trainer_finds_the_sampled_log_probabilities(size: int, tmp_path: Path) -> None:
     path = build_model_dir(tmp_path / "qwen3", "qwen3", tie=True, hidden=128)
     engine = RliteInferenceEngine(path, executor="vllm")

@@ -26,6 +26,7 @@ def session() -> Iterator[None]:
     rlite.shutdown()
 
 
+@pytest.mark.nightly
 def test_three_syncs_take_memory_once_and_sampled_logprobs_are_the_trainer_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

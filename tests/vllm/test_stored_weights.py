@@ -17,6 +17,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.nn.pretrained import quiet_transformers
 from tests.integration.modules import Policy
+from tests.marks import nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
 SHAPE: dict[str, Any] = {
@@ -71,7 +72,7 @@ def logprobs(model: Any) -> Tensor:
     return found.gather(1, torch.tensor(IDS)[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", *nightly("gpt_oss")])
 def test_served_logprobs_are_those_of_the_weights_that_were_trained_synced_or_loaded(kind: str, tmp_path: Path) -> None:
     one, other = checkpoint(kind, tmp_path / "one", 0), checkpoint(kind, tmp_path / "other", 1)
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(one.config)]

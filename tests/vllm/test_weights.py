@@ -11,6 +11,7 @@ import torch
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from tests.integration.modules import POLICIES, next_token_logprobs, on_meta
 from tests.integration.worlds import MARK, ray_session
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 from tests.vllm.processes import servers
 
@@ -26,8 +27,8 @@ def session() -> Iterator[None]:
         assert servers(mark=MARK, value=mark) == [], "a released engine leaves no process"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("size", [*nightly(1), 2])
+@pytest.mark.parametrize("kind", ["qwen3", *nightly("llama")])
 def test_served_logprobs_equal_the_trainer_s_after_twenty_steps(kind: str, size: int, tmp_path: Path) -> None:
     path = build_model_dir(tmp_path / kind, kind, tie=kind != "llama", hidden=128)
     serve = RliteInferenceEngine(path, executor="vllm")
