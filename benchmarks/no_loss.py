@@ -7,8 +7,9 @@ ready in processes of their own, and do one unit of work in turns. A unit is the
 fixed length. Its cost is the CPU time of its process and of the processes below it, which other work on the machine
 disturbs less than wall time; `benchmarks.weight_sync` compares the wall time of a sync with that of memcpy. Both
 processes are new after every 4 pairs, because the place that a process finds in memory makes all of its units faster or
-slower by some percent.
-The interval is Student's, of the mean logarithm of the ratio this tree / revision, a value for each pair of processes.
+slower by some percent. Which tree starts first does so, too (4 % for syncs), so the trees take turns at it.
+The interval is Student's, of the mean logarithm of the ratio this tree / revision, with a value for every 8 pairs, in
+which each tree has started first once.
 The exit status is 1 if an upper end is 1.03 or more.
 """
 
@@ -50,6 +51,8 @@ from rlite.types import GenerationHyperparameters
 LIMIT = 1.03
 WARM_UP = 3
 PAIRS_OF_A_PROCESS = 4
+PAIRS_OF_A_VALUE = 2 * PAIRS_OF_A_PROCESS
+"""in half of them the one tree starts first, in half of them the other"""
 NUM_TOKENS = 32
 NUM_EPISODES = 1_000
 NUM_ROWS = 16
@@ -243,27 +246,32 @@ def serving(tree: Path, section: str, model: Path) -> Iterator[Callable[[], floa
 
 
 def students_t(degrees: int) -> float:
-    """Two-sided 95 % quantile of Student's t, by the first two terms of its expansion (within 0.005 from 9 on)."""
+    """Two-sided 95 % quantile of Student's t, by the first four terms of its expansion (within 0.004 from 3 on)."""
     z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
 
 def compare(section: str, own: Path, other: Path, model: Path, pairs: int) -> bool:
     """Measure one section in both trees in turns, print its line, and return whether nothing is lost."""
     found: dict[Path, list[float]] = {own: [], other: []}
-    starts = range(0, pairs, PAIRS_OF_A_PROCESS)
-    for start in starts:
+    for start in range(0, pairs, PAIRS_OF_A_PROCESS):
         with ExitStack() as stack:
             # the process that starts first finds other memory than the second
             order = (own, other) if start // PAIRS_OF_A_PROCESS % 2 else (other, own)
             units = {tree: stack.enter_context(serving(tree, section, model)) for tree in order}
-            for number in range(start, min(start + PAIRS_OF_A_PROCESS, pairs)):
+            for number in range(start, start + PAIRS_OF_A_PROCESS):
                 for tree in (own, other) if number % 2 else (other, own):  # else one always finds a warmer machine
                     found[tree].append(units[tree]())
         ratio = math.exp(statistics.mean(map(math.log, found[own])) - statistics.mean(map(math.log, found[other])))
         print(f"{section}: {len(found[own])} of {pairs} pairs, {ratio:.3f} so far", file=sys.stderr, flush=True)
     logs = [math.log(mine / theirs) for mine, theirs in zip(found[own], found[other], strict=True)]
-    means = [statistics.mean(logs[start : start + PAIRS_OF_A_PROCESS]) for start in starts]
+    means = [statistics.mean(logs[start : start + PAIRS_OF_A_VALUE]) for start in range(0, pairs, PAIRS_OF_A_VALUE)]
     margin = students_t(len(means) - 1) * statistics.stdev(means) / math.sqrt(len(means))
     low, middle, high = (math.exp(statistics.mean(means) + sign * margin) for sign in (-1, 0, 1))
     mine, theirs = statistics.median(found[own]), statistics.median(found[other])
@@ -288,6 +296,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.pairs % PAIRS_OF_A_VALUE or args.pairs < 2 * PAIRS_OF_A_VALUE:
+        parser.error(f"--pairs={args.pairs}: expected a multiple of {PAIRS_OF_A_VALUE}, at least {2 * PAIRS_OF_A_VALUE}")
     if args.serve:
         serve(args.serve[0], Path(args.serve[1]))
         return
