@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.pairs % PAIRS_OF_A_VALUE or args.pairs < 2 * PAIRS_OF_A_VALUE:
-        parser.error(f"--pairs={args.pairs}: expected a multiple of {PAIRS_OF_A_VALUE}, at least {2 * PAIRS_OF_A_VALUE}")
+        parser.error(f"--pairs={args.pairs}: expected a multiple of {PAIRS_OF_A_VALUE}, twice that or more")
     if args.serve:
         serve(args.serve[0], Path(args.serve[1]))
         return
