@@ -215,8 +215,7 @@ def check_tile(out_features: int, in_features: int, has_bias: bool, num_threads:
     if not all(torch.equal(found[i].expand_as(row), row) for i, row in enumerate(rows)):
         product = f"a product of {TILE} rows with a matrix [{out_features}, {in_features}]"
         problem = f"on this machine {product} depends on the place of a row or on the number of threads ({num_threads})"
-        remedy = "use one thread for each device, or leave deterministic out"
-        raise ConfigError(f"deterministic=true: {problem}; {remedy}")
+        raise ConfigError(f"deterministic=true: {problem}; use one thread for each device, or leave deterministic out")
 
 
 def _random_operands(

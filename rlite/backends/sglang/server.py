@@ -238,8 +238,7 @@ OPTIONAL = {ROUTED: OptionalColumn(ROUTING, routing_obstacle)}
 def _check_attached(addresses: Sequence[str], given: dict[str, Any]) -> None:
     if not_applicable := sorted(given.keys() - CONNECTION):
         told = f"with addresses the servers run already, so only {', '.join(sorted(CONNECTION))} are allowed"
-        remedy = "Give these options to the servers when you start them"
-        raise ConfigError(f"{', '.join(not_applicable)}: {told}. {remedy}")
+        raise ConfigError(f"{', '.join(not_applicable)}: {told}. Give these options to the servers when you start them")
     if wrong := [address for address in addresses if not address.startswith(("http://", "https://"))]:
         raise ConfigError(f"addresses: {wrong[0]!r} is no URL; expected one like 'http://10.0.0.1:30000'")
     if len(set(addresses)) < len(addresses):

@@ -56,8 +56,7 @@ class LearntEnds:
             return
         if self.is_settled:
             found = f"answers end with {self._names([end])}, no end token of the model, and no earlier row ended so"
-            remedy = "let the first rows have such an answer, or use data.end_token=keep"
-            raise DataError(f"{where}: {found}; {remedy}")
+            raise DataError(f"{where}: {found}; let the first rows have such an answer, or use data.end_token=keep")
         self.new.add(end)
 
     def end_turn(

@@ -107,6 +107,37 @@ def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_
     return [results[index % num][index // num] for index in range(len(prompts))]
 
 
+def workers_of_replicas(copies: list[WorkerSet], backend: InferenceBackend, options: Any) -> list[WorkerSet]:
+    """Return the workers of each replica. For servers elsewhere it is one worker, which asks all of them.
+
+    Args:
+        copies: the engine's copies.
+        backend: its executor.
+        options: the executor's options.
+    """
+    if not backend.is_elsewhere or backend.num_replicas is None:
+        return copies
+    return [replace(copies[0], index=index, is_shared=True) for index in range(backend.num_replicas(options) or 0)]
+
+
+def check_tokens(ids: Sequence[int], vocab_size: int, where: str) -> list[int]:
+    """Return the tokens of a prompt if it has some, all of the model's vocabulary.
+
+    Args:
+        ids: the tokens.
+        vocab_size: the number of tokens of the vocabulary.
+        where: where the prompt stands, for errors.
+
+    Raises:
+        DataError: it has not.
+    """
+    if not ids:
+        raise DataError(f"{where} is empty: expected at least one token")
+    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+        raise DataError(f"{where} holds token id {wrong[0]}; the model's vocabulary has {vocab_size} tokens")
+    return list(ids)
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -316,18 +347,9 @@ class ServingEngine(Engine):
         return score(self._replicas, prompts, num_top, self.context_length - 1)
 
     def _checked(self, ids: Sequence[int], where: str) -> list[int]:
-        """Return the tokens of a prompt if it has some, all of the model's vocabulary.
-
-        Raises:
-            DataError: it has not.
-        """
+        """Return the tokens of a prompt; see `check_tokens`."""
         self.group.check()
-        size = self._config.vocab_size
-        if not ids:
-            raise DataError(f"{where} is empty: expected at least one token")
-        if wrong := [token for token in ids if not 0 <= token < size]:
-            raise DataError(f"{where} holds token id {wrong[0]}; the model's vocabulary has {size} tokens")
-        return list(ids)
+        return check_tokens(ids, self._config.vocab_size, where)
 
     def _need_prompt_logprobs(self, are_wanted: bool = True) -> None:
         can = self.capabilities.has_prompt_logprobs or not are_wanted
@@ -349,12 +371,9 @@ class ServingEngine(Engine):
         self._has_cache, self._version, self._is_paused, self._is_as_loaded = True, 0, False, True
         fixed_by = "" if self._num_copies(None) is None else f"the options of the executor {self.executor_name!r}"
         has_default_length = vars(self.options).get("max_model_len") is None
-        elsewhere = self._backend.num_replicas if self._backend.is_elsewhere else None
-        if elsewhere is not None:
-            (worker,) = self.copies
-            self.copies = [replace(worker, index=n, is_shared=True) for n in range(elsewhere(self.options) or 0)]
+        self.copies = workers_of_replicas(self.copies, self._backend, self.options)
         self._replicas = self._make_replicas(
-            self.name, self._session, fixed_by, has_default_length, is_elsewhere=elsewhere is not None
+            self.name, self._session, fixed_by, has_default_length, is_elsewhere=self._backend.is_elsewhere
         )
         self.left_replicas = self._replicas.left
         self._session.before_release(self.name, self._stop_serving)
