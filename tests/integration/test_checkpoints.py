@@ -27,6 +27,7 @@ from rlite.trainer.model.options import OptimizerOptions
 from rlite.trainer.run.checkpoints import Checkpoints
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 Build = Callable[..., RliteTrainEngine]
@@ -134,9 +135,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "index", [*OFTEN, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(len(LAYOUTS)) if n not in OFTEN)]
-)
+@pytest.mark.parametrize("index", [*OFTEN, *nightly(*(n for n in range(len(LAYOUTS)) if n not in OFTEN))])
 def test_a_run_goes_on_in_another_layout(build: Build, tmp_path: Path, index: int) -> None:
     here, there = LAYOUTS[index - 1], LAYOUTS[index]
     engine = build(**here)

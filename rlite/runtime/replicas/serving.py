@@ -117,7 +117,8 @@ def workers_of_replicas(copies: list[WorkerSet], backend: InferenceBackend, opti
     """
     if not backend.is_elsewhere or backend.num_replicas is None:
         return copies
-    return [replace(copies[0], index=index, is_shared=True) for index in range(backend.num_replicas(options) or 0)]
+    (worker,) = copies
+    return [replace(worker, index=index, is_shared=True) for index in range(backend.num_replicas(options) or 0)]
 
 
 def check_tokens(ids: Sequence[int], vocab_size: int, where: str) -> list[int]:

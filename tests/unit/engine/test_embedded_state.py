@@ -18,12 +18,13 @@ from rlite.backends.embedded.state import SlotStates
 from rlite.backends.embedded.worker import EmbeddedWorker, refusal
 from rlite.types import GenerationHyperparameters, SequenceRequest, TokenChunk
 from tests.hybrids import hybrid, hybrid_config, save_hybrid
+from tests.marks import nightly
 
 KINDS = ["qwen3_5_text", "lfm2", "falcon_h1", "bamba", "nemotron_h"]
 QUICK = [
     "qwen3_5_text",
     "falcon_h1",
-    *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("lfm2", "bamba", "nemotron_h")),
+    *nightly("lfm2", "bamba", "nemotron_h"),
 ]
 CPU = torch.device("cpu")
 

@@ -29,6 +29,7 @@ from rlite.trainer.model.modules import policy_module
 from rlite.trainer.model.options import OptimizerOptions
 from rlite.wording import warn_once
 from tests.integration.modules import Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
+from tests.marks import nightly
 from tests.mixtures import KINDS, build_mixture_dir, config_of, random_model
 from tests.tiny import build_model_dir
 
@@ -199,7 +200,7 @@ def test_the_auxiliary_loss_is_that_of_its_definition_for_any_microbatches(path:
     assert stats_of_parts["moe/auxiliary_loss"] == pytest.approx(loss.item(), abs=1e-7)
 
 
-NIGHTLY = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("glm4_moe", "minimax_m2")]
+NIGHTLY = nightly("glm4_moe", "minimax_m2")
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "ernie4_5_moe", *NIGHTLY])

@@ -68,7 +68,7 @@ def by_item(completion_ids: list[int], end: str | None = None, tries: str | None
 
 def collect(items: list[dict[str, Any]], answers: list[list[int]], group_size: int, **options: Any) -> Any:
     """(the batch, the collector, which is closed, and the reward)"""
-    reward = RewardFunction(by_item, timeout=1.5, memory_limit_gib=0.0625, num_processes=4)
+    reward = RewardFunction(by_item, timeout=3, memory_limit_gib=0.0625, num_processes=4)
     workflow = SingleTurnWorkflow(reward, GenerationHyperparameters(max_new_tokens=2), TOKENIZER)
     collector = RolloutCollector(ScriptedEngine(answers), CollectorOptions(**options))
     try:
