@@ -33,7 +33,7 @@ class Episode:
 
     Args:
         submitted: `time.monotonic()` at the submission.
-        siblings: all episodes of the group, in order.
+        siblings: all episodes of the group, in order; the episode forgets them at its end.
     """
 
     def __init__(self, submitted: float, siblings: Sequence[Episode] = ()) -> None:
@@ -88,6 +88,7 @@ class Episode:
     def end(self) -> None:
         """End the last attempt."""
         self.ended, self.ended_at = self.now(), time.time()
+        self.siblings = ()  # episodes that know each other, with their trajectories, wait for a full garbage collection
 
     def now(self) -> float:
         """Return the seconds after the group's submission."""

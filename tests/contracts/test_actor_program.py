@@ -23,10 +23,12 @@ from rlite.rollout import GenerationHyperparameters, LLMRequest, LLMResponse, Re
 from tests.contracts.executors import installed_executors
 from tests.integration.modules import on_meta
 from tests.integration.worlds import world
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 pytestmark = pytest.mark.slow
 STEPS = 24
+OFTEN = [name for name in installed_executors() if name != "pushing"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,7 +121,7 @@ def drift(path: Path, engine: RliteTrainEngine, batch: TensorDict) -> float:
     return float(found[batch["loss_mask"][:, 1:].bool()].abs().max())
 
 
-@pytest.mark.parametrize("executor", installed_executors())
+@pytest.mark.parametrize("executor", [*OFTEN, *nightly("pushing")])
 def test_an_actor_learns_on_rollouts_of_every_executor(executor: str, path: Path) -> None:
     serve = RliteInferenceEngine(path, executor=executor)
     serve.build(tensor_parallel_size=1, data_parallel_size=2)
@@ -147,7 +149,7 @@ def test_an_actor_learns_on_rollouts_of_every_executor(executor: str, path: Path
     serve.release()
 
 
-@pytest.mark.parametrize("executor", installed_executors())
+@pytest.mark.parametrize("executor", [*OFTEN, *nightly("pushing")])
 def test_a_replica_of_two_workers_chooses_who_is_asked_and_who_answers(executor: str, path: Path) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     prompts = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5]]

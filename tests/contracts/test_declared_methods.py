@@ -66,7 +66,10 @@ def test_the_workers_of_an_executor_have_the_methods_that_its_replica_declares(n
             assert theirs == ours, f"{worker.__name__}.{method} and {protocol.__name__}.{method}"
 
 
-@pytest.mark.parametrize("name", installed_executors())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] if name == "vllm" else []) for name in installed_executors()],
+)
 def test_a_whole_life_calls_declared_methods_alone(name: str, tmp_path: Path) -> None:
     rlite.init(device="cpu", num_devices=1, num_threads=1)
     engine = RliteInferenceEngine(build_model_dir(tmp_path / "model", layers=1), executor=name)

@@ -47,6 +47,7 @@ def endless(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from rows
 
 
+@pytest.mark.nightly
 def test_every_trainer_runs_in_the_programs_session(model: str, tmp_path: Path, session: Any) -> None:
     shown = [{"prompt": row["prompt"], "response": row["chosen"]} for row in PAIRS]
     tables = {"sft": datasets.Dataset.from_list(shown), "dpo": PAIRS, "rm": endless(PAIRS)}
@@ -69,6 +70,7 @@ def test_every_trainer_runs_in_the_programs_session(model: str, tmp_path: Path, 
         runs["rm"].generate("1+1=")
 
 
+@pytest.mark.nightly
 def test_ppo_trains_a_critic_and_the_same_call_finds_the_run_finished(model: str, tmp_path: Path) -> None:
     def call(**options: Any) -> Any:
         return rlite.train(

@@ -76,6 +76,7 @@ def steps(run, count):
     return consumed
 
 
+@pytest.mark.nightly
 def test_a_restart_loses_and_repeats_no_prompt(model, tmp_path, session):
     """Stopped two steps after a checkpoint, with prompts under way: every row is used once in the epoch."""
     first = trainer(model, tmp_path, total_steps=20, dynamic_filtering=False)

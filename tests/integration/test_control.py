@@ -246,6 +246,7 @@ def test_a_late_worker_is_hung_if_it_sleeps_and_busy_if_it_computes(tmp_path: Pa
         assert ("ACTOR rank 0 hung" in log) == bool(restarts)
 
 
+@pytest.mark.nightly
 def test_a_constructor_that_raises_ends_the_job_with_its_error(tmp_path: Path) -> None:
     result = builder(tmp_path, refuse=True).build().submit(job_name="refused")
     assert isinstance(result, JobResult)
@@ -310,6 +311,7 @@ def test_the_commands_launch_show_and_stop_a_job(tmp_path: Path, capsys: pytest.
 # -- one name, several submissions; masters that cannot go on -------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_of_two_submissions_at_once_one_is_refused_and_the_others_job_runs(tmp_path: Path) -> None:
     runs: dict[str, Run | Exception] = {}
 
@@ -384,6 +386,7 @@ def test_an_unfinished_record_that_is_replaced_is_noted(tmp_path: Path) -> None:
     assert "the record of an earlier submission is replaced, which had not ended (RUNNING)" in str(result.events[0])
 
 
+@pytest.mark.nightly
 def test_processes_without_a_master_are_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(builder(tmp_path), tmp_path, "orphans")
     pids = run.pids()

@@ -49,6 +49,7 @@ def train(model: str, folder: Path, epochs: int, **options: Any) -> dict[str, An
     return json.loads((newest / "facts.json").read_text())
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_with_the_time_of_its_start(model: str, tmp_path: Path) -> None:
     before = datetime.now()
     first = train(model, tmp_path / "run", 1)

@@ -187,6 +187,7 @@ def test_weights_that_are_not_finite_are_never_saved(model: Path, tmp_path: Path
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "latest" / "model.safetensors").values())
 
 
+@pytest.mark.nightly
 def test_a_diverged_run_displaces_no_good_checkpoint(model: Path, tmp_path: Path) -> None:
     stop_after(trainer("sft", model, tmp_path, 1e-4, "trainer.save_async=false"), 3)
     assert names(tmp_path) == ["step-3"]
@@ -202,6 +203,7 @@ def test_a_diverged_run_displaces_no_good_checkpoint(model: Path, tmp_path: Path
     assert names(tmp_path) == ["diverged-4", "step-12"]
 
 
+@pytest.mark.nightly
 def test_a_loss_that_explodes_and_stays_finite_displaces_no_good_checkpoint(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_an_evaluation_asks_a_judge_on_an_engine_and_names_replies_without_a_sco
         main([*given, "max_new_tokens=4", f"out={tmp_path / 'eval'}"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_judge_has_devices_of_its_own(tmp_path: Path) -> None:
     made = workflow(chosen(judge_dir(tmp_path), num_devices=1))

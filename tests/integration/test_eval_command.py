@@ -211,6 +211,7 @@ def test_without_out_the_folder_has_the_names_of_the_models_and_the_same_command
     monkeypatch.undo()
 
 
+@pytest.mark.nightly
 def test_every_rank_of_torchrun_ends_if_no_sample_is_missing(folder: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "rlite.cli", "eval"]
     new = [folder / "before", *sources(folder), *SHORT, f"out={folder}/ranks"]

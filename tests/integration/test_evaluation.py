@@ -252,8 +252,9 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_run_that_resumes_makes_
     assert groups[0] == groups[1], "an interrupted evaluation moves no number"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("best_metric", ["math/accuracy", pytest.param(None, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("best_metric", ["math/accuracy", None])
 def test_a_signal_while_an_earlier_step_is_evaluated_keeps_its_model_if_the_best_is_kept(
     best_metric: str | None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,10 +350,9 @@ def command(model: str, folder: Path, judge: str, *options: str) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "num_ranks"), [pytest.param("beside", 2, marks=pytest.mark.nightly), ("snapshot", 1)]
-)
+@pytest.mark.parametrize(("where", "num_ranks"), [("beside", 2), ("snapshot", 1)])
 def test_evaluation_while_training_goes_on_runs_under_torchrun(
     model: str, tmp_path: Path, where: str, num_ranks: int
 ) -> None:

@@ -50,6 +50,7 @@ def test_the_example_of_sft_learns_the_answer_of_its_chats(tmp_path):
     assert (tmp_path / "runs" / "example-sft" / "trained" / "tokenizer_config.json").is_file()
 
 
+@pytest.mark.nightly
 def test_the_tutorial_runs_under_torchrun_and_its_loss_falls(tmp_path):
     program = str(ROOT / "examples" / "tutorial.py")
     out = run(

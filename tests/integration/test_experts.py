@@ -159,6 +159,7 @@ def adapted(folder: Path, size: int = 1, **options: Any) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.nightly
 def test_adapters_of_experts_are_trained_in_any_layout(folder: Callable[[str], Path]) -> None:
     path = folder("qwen3_moe")
     expected = adapted(path)
@@ -169,6 +170,7 @@ def test_adapters_of_experts_are_trained_in_any_layout(folder: Callable[[str], P
         assert_close(adapted(path, **layout), expected, layout)
 
 
+@pytest.mark.nightly
 def test_state_is_saved_synced_and_resumed_across_layouts(
     build: Build, folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -224,6 +226,7 @@ def test_muon_updates_divided_experts(build: Build, folder: Callable[[str], Path
     assert_close(found[1], found[0], "muon", atol=1e-3)
 
 
+@pytest.mark.nightly
 def test_replayed_choices_give_the_gradients_of_one_device_in_any_product(build: Build) -> None:
     batch, found, recorded = make_batch(LENGTHS), [], []
     layouts = [{"size": 1}, {"size": 4, "ep_size": 2}, {"size": 4, "tp_size": 2, "sp_size": 2, "ep_size": 2}]

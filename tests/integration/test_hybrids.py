@@ -104,7 +104,7 @@ def test_any_layout_gives_the_weights_of_the_plain_model(build: Build, kind: str
         engine.release()
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("lfm2", marks=pytest.mark.nightly)])
 def test_trained_weights_are_served_with_the_trainer_s_log_probabilities(build: Build, kind: str, folders: Any) -> None:
     engine = build(kind, size=2)
     engine.train_batch(make_batch(LENGTHS), token_loss, num_counted)
@@ -123,6 +123,7 @@ def test_trained_weights_are_served_with_the_trainer_s_log_probabilities(build: 
         torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=2e-4, rtol=0)
 
 
+@pytest.mark.nightly
 def test_adapters_on_the_layers_of_a_mixer_are_trained_alone(folders: dict[str, Path]) -> None:
     lora = LoraOptions(rank=4, target_modules=[ALL_LINEAR])
     options = OptimizerOptions(lr=1e-2, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=10)

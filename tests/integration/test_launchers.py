@@ -125,6 +125,7 @@ def test_the_address_of_a_cluster_that_was_killed_is_passed_over(
     left.unlink()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ray_with_two_nodes_places_by_address_and_syncs_between_them(models: dict[str, Path]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})

@@ -140,6 +140,7 @@ def share_of_even(completion_ids: list[int], **_: Any) -> float:
     return sum(token % 2 == 0 for token in completion_ids) / len(completion_ids)
 
 
+@pytest.mark.nightly
 def test_a_rollout_batch_is_whole_and_each_row_is_there_once(serve: RliteInferenceEngine) -> None:
     gconfig = GenerationHyperparameters(max_new_tokens=150, ignore_eos=True, greedy=True)
     tokenizer = AutoTokenizer.from_pretrained(serve.path)
@@ -216,6 +217,7 @@ def test_with_the_last_replica_everything_ends_with_its_name(serve: RliteInferen
     serve.release()
 
 
+@pytest.mark.nightly
 def test_a_worker_takes_its_replica_with_it_and_no_other(engine: RliteInferenceEngine) -> None:
     engine.release()
     engine.build(**BUILD, tensor_parallel_size=2)

@@ -31,6 +31,7 @@ OWN = """
 from rlite.algorithms import LossInputs, TokenLoss, register_advantage, register_policy_loss
 from rlite.rollout.registry import register_reward
 from rlite.trainer.callbacks import Callback, register_callback
+from tests.marks import nightly
 
 
 @register_policy_loss("squared")
@@ -87,6 +88,7 @@ def told(folder: Path, *command: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("told")]
 
 
+@pytest.mark.nightly
 def test_names_from_a_file_work_on_all_ranks(model: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(8)))
@@ -162,7 +164,7 @@ def fit(kind: str, model: str, out: Path, *callbacks: Callback) -> int:
     return trainer.run.step
 
 
-@pytest.mark.parametrize("kind", list(TRAINERS))
+@pytest.mark.parametrize("kind", ["sft", *nightly(*(kind for kind in TRAINERS if kind != "sft"))])
 def test_run_ended_by_a_callback_error_resumes_with_the_same_results(kind: str, model: str, tmp_path: Path) -> None:
     assert fit(kind, model, tmp_path / "whole", Stops()) == STOP
     with pytest.raises(CallbackError, match=r"'Broken' raised ValueError in on_step at step 2"):

@@ -94,6 +94,7 @@ def test_each_phase_returns_a_new_batch_with_more_keys_of_the_table(model, tmp_p
     run.run.close()
 
 
+@pytest.mark.nightly
 def test_models_that_take_turns_on_the_device_train_save_and_go_on(model, tmp_path):
     folder = tmp_path / "run"
     actor = {"offload_model": True, "update_per_rollout": 2, "freeze_steps": 1}
@@ -175,6 +176,7 @@ def test_the_weight_of_the_kl_follows_its_target_through_a_resume(kind, model, t
     assert rows[-1]["kl_coef"] != 0.5
 
 
+@pytest.mark.nightly
 def test_a_rejection_of_everything_teaches_nothing(model, tmp_path):
     weights = []
     for upper in (-1.0, 1.0):  # k3 is never below 0

@@ -55,6 +55,7 @@ def command(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_mixture_is_trained_on_resumed_and_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = command(tmp_path)
     ppo.main([*given, "trainer.total_steps=1"])

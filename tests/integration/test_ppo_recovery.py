@@ -69,7 +69,8 @@ def release(run: PpoTrainer) -> None:
         engine.release()
 
 
-@pytest.mark.parametrize("kind", [UnderFire, pytest.param(LosesResult, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [UnderFire, LosesResult])
 def test_a_run_goes_on_and_ends_with_the_same_bits(tmp_path: Path, kind: type[UnderFire | LosesResult]) -> None:
     model = str(build_model_dir(tmp_path / "model", "qwen3", hidden=64))
     calm = trainer(model, tmp_path / "calm", 4, rollout=DETERMINISTIC)

@@ -95,6 +95,7 @@ def test_a_deterministic_actor_needs_rollouts_with_its_bits(model, tmp_path):
         trainer(model, tmp_path, 1, actor={"deterministic": True}, rollout={"deterministic": True})
 
 
+@pytest.mark.nightly
 def test_a_new_run_over_an_old_one_keeps_no_line_and_no_checkpoint_of_it(model, tmp_path, session):
     for seed, total_steps in ((1, 2), (2, 1)):
         trainer(model, tmp_path, total_steps, test_rows=ROWS[:2], seed=seed, overwrite=True).fit()
@@ -142,6 +143,7 @@ def test_the_context_is_as_long_as_prompts_and_answers_need_and_the_plan_says_so
     made.run.close()
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_from_its_newest_checkpoint(model, tmp_path, session):
     out = tmp_path / "run"
     first = trainer(model, out, total_steps=6)

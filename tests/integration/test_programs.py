@@ -89,6 +89,7 @@ def program(name: str, out: Path, steps: int = 2, config: dict[str, Any] | None 
 # -- a light program -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_dead_stopped_and_hung_programs_are_distinguished_and_restarted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

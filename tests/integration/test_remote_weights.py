@@ -102,6 +102,7 @@ def logprobs(model: Any, prompt: list[int], made: list[int]) -> list[float]:
     return rows.gather(-1, torch.tensor(made)[:, None])[:, 0].tolist()
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_between_syncs_is_left_out_and_joins_at_a_sync(
     model: Path, servers: list[Server], session: None, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def run(folder: Path, kind: type[PpoTrainer], **own: Any) -> tuple[PpoTrainer, R
     return made, reward
 
 
+@pytest.mark.nightly
 def test_answers_are_scored_once_by_workers_that_replace_lost_ones(tmp_path: Path) -> None:
     _, expected = run(tmp_path, PpoTrainer)
     fired, reward = run(tmp_path, UnderFire, max_recoveries=2)

@@ -134,6 +134,7 @@ def asked(run: Path) -> list[str]:
     return [row["segments"][0]["text"] for row in recorded(run) if row["status"] == "trained"]
 
 
+@pytest.mark.nightly
 def test_prompts_are_streamed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("train_data.prompts_per_rollout=4", "train_data.responses_per_prompt=1")
     given = prompts_command(tmp_path, 9, "train_data.shuffle_buffer=5", *sizes)

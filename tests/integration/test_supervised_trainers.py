@@ -220,7 +220,7 @@ def test_options_of_preference_losses_reach_the_loss(model: str, tmp_path: Path,
     assert rm.center_coefficient == 0.01
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", *nightly("rm", "kto")])
+@pytest.mark.parametrize("kind", ["sft", *nightly("dpo", "rm", "kto")])
 def test_stopped_run_ends_with_the_results_of_an_uninterrupted_run(
     kind: str, model: str, tmp_path: Path, session: Session
 ) -> None:
@@ -344,7 +344,7 @@ def test_the_plan_of_a_batch_larger_than_the_data_counts_the_data(
     ("number", "status", "overwrite", "way"),
     [
         (signal.SIGINT, 130, "true", "The same command without trainer.overwrite=true"),  # it would delete the step
-        (signal.SIGTERM, 143, "false", "The same command"),
+        pytest.param(signal.SIGTERM, 143, "false", "The same command", marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_saves_a_checkpoint_at_the_end_of_the_step(
@@ -475,6 +475,7 @@ def last_letter(prompt, completions, prompt_ids, completion_ids, **row):
 """
 
 
+@pytest.mark.nightly
 def test_sft_answers_the_prompts_of_a_set_with_a_reward_and_trains_as_without(
     model: str, tmp_path: Path, session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -571,6 +572,7 @@ def last_letter(prompt, completions, prompt_ids, completion_ids, **row):
 """
 
 
+@pytest.mark.nightly
 def test_a_kill_while_a_set_is_answered_loses_nothing(model: str, tmp_path: Path, session: Session) -> None:
     calm, run = tmp_path / "calm", tmp_path / "other"
     for folder in (calm, run):

@@ -27,6 +27,7 @@ from rlite.runtime.replicas.workers import Worker
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
 from tests.integration.modules import POLICIES, Policy, next_token_logprobs, on_meta
 from tests.integration.worlds import world
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -238,7 +239,7 @@ def test_equal_replicas_and_later_syncs_share_a_plan(
     assert made == [2, 1]
 
 
-@pytest.mark.parametrize("transport", ["shared", "broadcast", "gathered"])
+@pytest.mark.parametrize("transport", ["broadcast", *nightly("shared", "gathered")])
 def test_one_source_sends_to_one_target_at_a_time(
     engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
@@ -253,6 +254,7 @@ def test_one_source_sends_to_one_target_at_a_time(
                 assert_holds(target, train.state_dict())
 
 
+@pytest.mark.nightly
 def test_one_target_receives_from_one_source_at_a_time(
     engines: Engines, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def even(prompt, completions, prompt_ids, completion_ids, **row):
 """
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_evaluated_with_vllm(tmp_path: Path) -> None:
     model = build_model_dir(tmp_path / "qwen3", "qwen3", hidden=64, head_dim=32)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+{n}="}}\n' for n in range(3)))

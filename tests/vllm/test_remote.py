@@ -15,6 +15,7 @@ import pytest
 import rlite
 from rlite import RliteInferenceEngine
 from rlite.errors import DataError
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 pytestmark = pytest.mark.timeout(840)
@@ -34,7 +35,7 @@ def local(path: Path) -> Iterator[RliteInferenceEngine]:
     rlite.shutdown()
 
 
-@pytest.fixture(params=["raw_logprobs", "processed_logprobs"])
+@pytest.fixture(params=["raw_logprobs", *nightly("processed_logprobs")])
 def address(path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

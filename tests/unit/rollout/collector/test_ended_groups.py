@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +32,7 @@ from rlite.rollout.collector.lost_groups import (
     held_up,
     kind_of,
 )
-from rlite.rollout.episode import current_episode
+from rlite.rollout.episode import Episode, current_episode
 from rlite.rollout.failures import RewardCrash, RewardMemory, RewardRaised, RewardTimeout
 
 
@@ -117,6 +118,17 @@ def test_nothing_is_kept_unless_asked(collector: Make) -> None:
     rollouts = collector(keep_ended=False)
     rollouts.collect([{}, {"does": "refuse"}], Ask())
     assert rollouts.take_ended() == []
+
+
+def test_episodes_of_a_group_go_without_a_garbage_collection(collector: Make) -> None:
+    rollouts = collector(keep_ended=False)
+    gc.collect()
+    gc.disable()
+    try:
+        rollouts.collect([{}] * 8, Ask())
+        assert [value for value in gc.get_objects() if isinstance(value, Episode)] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("keeps", [True, False])
