@@ -87,8 +87,8 @@ class Episode:
 
     def end(self) -> None:
         """End the last attempt."""
-        self.ended, self.ended_at = self.now(), time.time()
-        self.siblings = ()  # episodes that know each other, with their trajectories, wait for a full garbage collection
+        # episodes that know each other, with their trajectories, would stay until a full garbage collection
+        self.ended, self.ended_at, self.siblings = self.now(), time.time(), ()
 
     def now(self) -> float:
         """Return the seconds after the group's submission."""
