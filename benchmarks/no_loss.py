@@ -55,6 +55,8 @@ PAIRS_OF_A_VALUE = 2 * PAIRS_OF_A_PROCESS
 """in half of them the one tree starts first, in half of them the other"""
 NUM_TOKENS = 32
 NUM_EPISODES = 1_000
+TURNS = {"episodes": 8}
+"""units of a section that make a pair, else one: full garbage collections, which every third unit has, are in all pairs"""
 NUM_ROWS = 16
 NUM_SYNCS = 20
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -144,8 +146,7 @@ def episodes(model: Path, scratch: Path) -> Iterator[Unit]:
     items, workflow = [{"number": number} for number in range(NUM_EPISODES)], rollout_scale.OneAnswer()
 
     def unit() -> None:
-        for _ in range(4):  # long enough for full garbage collections in both trees
-            collector.rollout_batch(items, workflow)
+        collector.rollout_batch(items, workflow)
 
     yield unit
     collector.close()
@@ -266,8 +267,12 @@ def compare(section: str, own: Path, other: Path, model: Path, pairs: int) -> bo
             order = (own, other) if start // PAIRS_OF_A_PROCESS % 2 else (other, own)
             units = {tree: stack.enter_context(serving(tree, section, model)) for tree in order}
             for number in range(start, start + PAIRS_OF_A_PROCESS):
-                for tree in (own, other) if number % 2 else (other, own):  # else one always finds a warmer machine
-                    found[tree].append(units[tree]())
+                costs = dict.fromkeys(found, 0.0)
+                for turn in range(number, number + TURNS.get(section, 1)):
+                    for tree in (own, other) if turn % 2 else (other, own):  # else one always finds a warmer machine
+                        costs[tree] += units[tree]()
+                for tree, cost in costs.items():
+                    found[tree].append(cost)
         ratio = math.exp(statistics.mean(map(math.log, found[own])) - statistics.mean(map(math.log, found[other])))
         print(f"{section}: {len(found[own])} of {pairs} pairs, {ratio:.3f} so far", file=sys.stderr, flush=True)
     logs = [math.log(mine / theirs) for mine, theirs in zip(found[own], found[other], strict=True)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +20,7 @@ from rlite.backends.remote.server import ADMIN_VARIABLE, KEY_VARIABLE
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.rollout import SingleTurnWorkflow
+from rlite.trainer import ppo
 from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
@@ -25,6 +29,7 @@ from tests.integration.rewards import digits
 from tests.integration.test_remote_servers import KEY, Server
 from tests.tiny import build_model_dir
 
+PAGE = Path(__file__).parents[2] / "docs" / "executors.md"
 ADMIN = "the-token-of-the-administrator"
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(4) for b in range(4)]
 PROMPTS = [[5, 6, 7], [8, 9, 10]]
@@ -93,6 +98,30 @@ def test_grpo_trains_on_a_server_that_serves_the_weights_of_each_step(
     assert made.logprobs == pytest.approx(logprobs(own, PROMPTS[0], made.token_ids), abs=1e-4)
     before = AutoModelForCausalLM.from_pretrained(model)
     assert made.logprobs != pytest.approx(logprobs(before, PROMPTS[0], made.token_ids), abs=1e-2)
+
+
+def test_the_command_of_the_page_trains_on_the_servers(
+    model: Path, servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/executors.md: the command as printed, but for its model, addresses and size."""
+    monkeypatch.chdir(tmp_path)
+    section = PAGE.read_text().partition("### Training on servers of your own")[2].partition("```bash\n")[2]
+    command = section.partition("```")[0].replace("\\\n", " ").partition("rlite ppo ")[2]
+    assert command.count("Qwen/Qwen3-0.6B") == 1
+    assert "[http://127.0.0.1:8000,http://127.0.0.1:8001]" in command
+    command = command.replace("Qwen/Qwen3-0.6B", str(model)).replace("/shared/run-7", str(tmp_path / "weights"))
+    for port, server in enumerate(servers, 8000):
+        command = command.replace(f"http://127.0.0.1:{port}", server.url)
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("my.py").write_text("def correct(completions, **row):\n    return float(len(completions) % 2)\n")
+    few = ["train_data.prompts_per_rollout=4", "train_data.responses_per_prompt=2", "trainer.total_steps=2"]
+    small = ["launcher=inprocess", "num_devices=1", "rollout.max_model_len=64", "trainer.save_dir=run"]
+    ppo.main([*shlex.split(command), *few, *small, "rollout.train_sampling_params.max_new_tokens=6"])
+    rlite.shutdown()
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 2
+    own, theirs = (load_file(each) for each in ("run/latest/model.safetensors", "weights/version-2/model.safetensors"))
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
 
 
 def logprobs(model: Any, prompt: list[int], made: list[int]) -> list[float]:
