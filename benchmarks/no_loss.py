@@ -56,7 +56,7 @@ PAIRS_OF_A_VALUE = 2 * PAIRS_OF_A_PROCESS
 NUM_TOKENS = 32
 NUM_EPISODES = 1_000
 TURNS = {"episodes": 8}
-"""units of a section that make a pair, else one: full garbage collections, which every third unit has, are in all pairs"""
+"""units that make a pair, else one: every third unit of episodes has a full garbage collection"""
 NUM_ROWS = 16
 NUM_SYNCS = 20
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
