@@ -11,7 +11,8 @@ The last line of standard output is one JSON object: the settings, `seconds_per_
 step), the same in CPU time, which a busy machine disturbs less, and every step with its mean completion length.
 
 `--rows-per-forward` is TRL's per-device batch size; gradients are accumulated over the 64 sequences. Smaller forwards
-waste less on padding, larger ones run faster per token: report the best.
+waste less on padding, larger ones run faster per token: report the best. `--continuous-batching` generates with the
+continuous batching of transformers. TRL's tree packing (`experimental.async_grpo`) calls FlashAttention and needs a GPU.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--rows-per-forward", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6, help="measured ones; one more comes first")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--continuous-batching", action="store_true")
     args = parser.parse_args()
     print(json.dumps(measure(args)))
 
@@ -95,6 +97,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
                 gradient_accumulation_steps=num_sequences // args.rows_per_forward,
                 max_completion_length=args.max_new_tokens,
                 max_steps=num_steps,
+                use_transformers_continuous_batching=args.continuous_batching,
                 beta=0.0,
                 learning_rate=1e-6,
                 shuffle_dataset=False,

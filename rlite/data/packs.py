@@ -151,22 +151,22 @@ def check_trajectory(trajectory: Any, what: str = "the trajectory") -> None:
     """
     if not isinstance(trajectory, TensorDict):
         raise DataError(f"{what} is {type(trajectory).__name__}: expected a TensorDict of batch size [1], or None")
-    if (fault := next(_faults(trajectory), None)) is not None:
+    columns = dict(trajectory.items())  # a look into a TensorDict costs microseconds
+    if (fault := next(_faults(columns), None)) is not None:
         raise DataError(f"{what}{fault}")
-    check_ragged(trajectory, what)
-    if "kept_ids" in trajectory:
+    check_ragged(columns, what)
+    if "kept_ids" in columns:
         check_kept_ids(trajectory, what)
 
 
-def _faults(trajectory: TensorDict) -> Iterator[str]:
+def _faults(columns: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the columns of a trajectory; the caller reads the first."""
-    keys = set(trajectory.keys())  # a look into a TensorDict costs microseconds
-    if missing := [key for key in ("input_ids", "attention_mask") if key not in keys]:
+    if missing := [key for key in ("input_ids", "attention_mask") if key not in columns]:
         yield f" has no {' and no '.join(missing)}; expected input_ids and attention_mask [1, L]"
-    shape = trajectory["input_ids"].shape
+    shape = columns["input_ids"].shape
     if len(shape) != 2 or 0 in shape:
         yield f": input_ids has shape {list(shape)}; expected [1, L] with L > 0"
-    for key, value in trajectory.items():
+    for key, value in columns.items():
         if not isinstance(value, Tensor) or value.shape[:1] != shape[:1]:
             found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             yield f": {key} is {found}; expected a tensor, {list(shape)} per token or [{shape[0]}] per row"
@@ -178,22 +178,22 @@ def _faults(trajectory: TensorDict) -> Iterator[str]:
         is_part = str(key).startswith(NAMED_REWARD)
         if value.is_floating_point() and not is_part and not value.isfinite().all():
             yield f": {key} holds a value that is not finite: {value.flatten()[:8].tolist()}"
-    for key in sorted(INTEGER & set(trajectory.keys())):
-        if trajectory[key].is_floating_point() or trajectory[key].dtype == torch.bool:
-            yield f": {key} is {_describe(trajectory[key])}; expected whole numbers"
-    mask = trajectory["attention_mask"].bool()
+    for key in sorted(INTEGER & columns.keys()):
+        if columns[key].is_floating_point() or columns[key].dtype == torch.bool:
+            yield f": {key} is {_describe(columns[key])}; expected whole numbers"
+    mask = columns["attention_mask"].bool()
     if not mask.all() and ((mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all()):
         yield ": attention_mask must be ones and then zeros (right padding), and not all zeros"
-    if ROUTED in keys and (trajectory[ROUTED].dtype != torch.uint8 or trajectory[ROUTED].shape[:2] != shape):
-        yield f": {ROUTED} is {_describe(trajectory[ROUTED])}; expected uint8 {[*shape, 'B']}"
-    if "loss_mask" in keys:
-        chosen = trajectory["loss_mask"].bool()
+    if ROUTED in columns and (columns[ROUTED].dtype != torch.uint8 or columns[ROUTED].shape[:2] != shape):
+        yield f": {ROUTED} is {_describe(columns[ROUTED])}; expected uint8 {[*shape, 'B']}"
+    if "loss_mask" in columns:
+        chosen = columns["loss_mask"].bool()
         if (chosen & ~mask).any():
             yield ": loss_mask selects positions that attention_mask leaves out"
-        if (trajectory["loss_mask"] != chosen).any():
+        if (columns["loss_mask"] != chosen).any():
             yield ": loss_mask holds other values than ones and zeros"
-    if "sequence_index" in keys:
-        index = trajectory["sequence_index"]
+    if "sequence_index" in columns:
+        index = columns["sequence_index"]
         if index.dim() != 1 or index[0] != 0 or ((index[1:] != index[:-1] + 1) & (index[1:] != 0)).any():
             yield f": sequence_index is {index.tolist()}; expected the rows counted from 0"
 
@@ -204,9 +204,9 @@ def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | N
     Raises:
         DataError: They do not fit together.
     """
-    trajectories, batch = _with_ragged(trajectories), {}
-    for key, is_per_token in _checked_alike(trajectories).items():
-        values, padding = [each[key] for each in trajectories], KEYS[key].padding if key in KEYS else 0
+    all_columns, batch = _with_ragged(trajectories), {}
+    for key, is_per_token in _checked_alike(all_columns).items():
+        values, padding = [columns[key] for columns in all_columns], KEYS[key].padding if key in KEYS else 0
         rows = [row for value in values for row in value]
         batch[key] = pad_sequence(rows, True, padding) if is_per_token else torch.cat(values)
     ids = torch.tensor(range(len(trajectories)) if group_ids is None else group_ids, dtype=torch.int64)
@@ -228,38 +228,37 @@ def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
     return _checked_alike(_with_ragged(trajectories))
 
 
-def _checked_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
-    keys = [set(trajectory.keys()) - {"group_ids"} for trajectory in trajectories]
+def _checked_alike(all_columns: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    keys = [columns.keys() - {"group_ids"} for columns in all_columns]
     for index, own in enumerate(keys):
         if odd := sorted(own ^ keys[0]):
             has, lacks = (index, 0) if odd[0] in own else (0, index)
             raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
-    lengths = [trajectory["input_ids"].shape[1] for trajectory in trajectories]
-    columns = [str(key) for key in trajectories[0].keys() if key != "group_ids"]  # noqa: SIM118
-    return {key: _is_per_token(key, [row[key] for row in trajectories], lengths) for key in columns}
+    lengths = [columns["input_ids"].shape[1] for columns in all_columns]
+    names = [key for key in all_columns[0] if key != "group_ids"]
+    return {key: _is_per_token(key, [columns[key] for columns in all_columns], lengths) for key in names}
 
 
-def _with_ragged(trajectories: Sequence[TensorDict]) -> Sequence[TensorDict]:
-    """Return trajectories that have the same ragged and optional keys: without values, if a trajectory had none."""
-    if like := [each[ROUTED] for each in trajectories if ROUTED in each]:
-        trajectories = [each if ROUTED in each else _without_choices(each, like[0]) for each in trajectories]
+def _with_ragged(trajectories: Sequence[TensorDict]) -> list[dict[str, Any]]:
+    """Return the columns of each, all with the same ragged and optional keys: without values, if it had none."""
+    all_columns: list[dict[str, Any]] = [dict(trajectory.items()) for trajectory in trajectories]
+    if like := [each[ROUTED] for each in all_columns if ROUTED in each]:
+        all_columns = [each if ROUTED in each else _without_choices(each, like[0]) for each in all_columns]
     for key, counts in RAGGED.items():
-        if like := [each for each in trajectories if key in each]:
-            trajectories = [
-                each if key in each else _without_values(each, like[0], key, counts) for each in trajectories
-            ]
-    return trajectories
+        if like := [each for each in all_columns if key in each]:
+            all_columns = [each if key in each else _without_values(each, like[0], key, counts) for each in all_columns]
+    return all_columns
 
 
-def _without_values(trajectory: TensorDict, like: TensorDict, key: str, counts: str) -> TensorDict:
-    rows = trajectory["input_ids"]
+def _without_values(columns: dict[str, Any], like: dict[str, Any], key: str, counts: str) -> dict[str, Any]:
+    rows = columns["input_ids"]
     none = {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
-    return with_keys(trajectory, **none)
+    return {**columns, **none}
 
 
-def _without_choices(trajectory: TensorDict, like: Tensor) -> TensorDict:
-    shape = (*trajectory["input_ids"].shape, like.shape[-1])
-    return with_keys(trajectory, **{ROUTED: like.new_full(shape, KEYS[ROUTED].padding)})
+def _without_choices(columns: dict[str, Any], like: Tensor) -> dict[str, Any]:
+    shape = (*columns["input_ids"].shape, like.shape[-1])
+    return {**columns, ROUTED: like.new_full(shape, KEYS[ROUTED].padding)}
 
 
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
