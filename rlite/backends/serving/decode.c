@@ -9,7 +9,15 @@
 #include <stdint.h>
 #include <string.h>
 
+/* the floats of a register: the compiler keeps wider vectors in memory */
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define PARTS (64 / LANES)
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 
@@ -60,12 +68,12 @@ static float scores_of(const float *query, const float *keys, int64_t dim, int64
 /* sums += weights @ values, for `num` positions. */
 static void add_values(const float *weights, const float *values, int64_t num, int64_t dim, float *sums) {
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) {
-        lanes part[4];
-        for (int i = 0; i < 4; i++)
+    for (; d + 64 <= dim; d += 64) {
+        lanes part[PARTS];
+        for (int i = 0; i < PARTS; i++)
             part[i] = load(sums + d + i * LANES);
         for (int64_t j = 0; j < num; j++)
-            for (int i = 0; i < 4; i++)
+            for (int i = 0; i < PARTS; i++)
                 part[i] += weights[j] * load(values + j * dim + d + i * LANES);
         memcpy(sums + d, part, sizeof part);
     }
