@@ -234,9 +234,9 @@ def _checked_alike(all_columns: Sequence[dict[str, Any]]) -> dict[str, bool]:
         if odd := sorted(own ^ keys[0]):
             has, lacks = (index, 0) if odd[0] in own else (0, index)
             raise DataError(f"trajectory {has} has {odd[0]!r} and trajectory {lacks} has not; expected the same keys")
-    lengths = [columns["input_ids"].shape[1] for columns in all_columns]
-    names = [key for key in all_columns[0] if key != "group_ids"]
-    return {key: _is_per_token(key, [columns[key] for columns in all_columns], lengths) for key in names}
+    values = {key: [columns[key] for columns in all_columns] for key in all_columns[0] if key != "group_ids"}
+    lengths = [ids.shape[1] for ids in values["input_ids"]]
+    return {key: _is_per_token(key, found, lengths) for key, found in values.items()}
 
 
 def _with_ragged(trajectories: Sequence[TensorDict]) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@
 #else
 #define LANES 4
 #endif
-#define PARTS (64 / LANES)
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
 
@@ -69,11 +68,11 @@ static float scores_of(const float *query, const float *keys, int64_t dim, int64
 static void add_values(const float *weights, const float *values, int64_t num, int64_t dim, float *sums) {
     int64_t d = 0;
     for (; d + 64 <= dim; d += 64) {
-        lanes part[PARTS];
-        for (int i = 0; i < PARTS; i++)
+        lanes part[64 / LANES];
+        for (int i = 0; i < 64 / LANES; i++)
             part[i] = load(sums + d + i * LANES);
         for (int64_t j = 0; j < num; j++)
-            for (int i = 0; i < PARTS; i++)
+            for (int i = 0; i < 64 / LANES; i++)
                 part[i] += weights[j] * load(values + j * dim + d + i * LANES);
         memcpy(sums + d, part, sizeof part);
     }
@@ -169,9 +168,8 @@ void add_rms_norm(int64_t rows, int64_t width, float eps, int64_t threads, float
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < rows; i++) {
         float *row = x + i * width;
-        if (added)
-            for (int64_t j = 0; j < width; j++)
-                row[j] += added[i * width + j];
+        for (int64_t j = 0; added && j < width; j++)
+            row[j] += added[i * width + j];
         float scale = inverse_rms(row, width, eps);
         for (int64_t j = 0; j < width; j++)
             output[i * width + j] = row[j] * scale * weight[j];
