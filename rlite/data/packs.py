@@ -252,8 +252,7 @@ def _with_ragged(trajectories: Sequence[TensorDict]) -> list[dict[str, Any]]:
 
 def _without_values(columns: dict[str, Any], like: dict[str, Any], key: str, counts: str) -> dict[str, Any]:
     rows = columns["input_ids"]
-    none = {key: like[key].new_zeros(len(rows), 0), counts: torch.zeros_like(rows, dtype=like[counts].dtype)}
-    return {**columns, **none}
+    return {**columns, key: like[key].new_zeros(len(rows), 0), counts: like[counts].new_zeros(rows.shape)}
 
 
 def _without_choices(columns: dict[str, Any], like: Tensor) -> dict[str, Any]:
