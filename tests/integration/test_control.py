@@ -26,7 +26,6 @@ from rlite.runtime.cluster.ray.fleet import Fleet, RayStore, Service, drop_plan,
 from rlite.services.recovery.failover import JobState
 from rlite.services.recovery.record import MAX_ENDED, JobRecord, LogEntry, load_record, save_record
 from tests.integration.control_program import Actor, Rollout, Trainer
-from tests.marks import nightly
 
 pytestmark = pytest.mark.slow
 START_S = 240.0
@@ -345,7 +344,8 @@ UNREADABLE: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", ["damaged", *nightly(*(what for what in UNREADABLE if what != "damaged"))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", UNREADABLE)
 def test_a_master_that_cannot_read_its_state_ends_its_job(tmp_path: Path, what: str) -> None:
     name = what.replace(" ", "-")
     run = Run(builder(tmp_path), tmp_path, name)

@@ -140,10 +140,11 @@ def recorded(folder: Path, name: str) -> dict[int, int]:
     return dict(sorted(Counter(row["step"] for row in rows).items()))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "num_devices"),
-    [*(pytest.param(*case, marks=pytest.mark.nightly) for case in [("beside", 2), ("snapshot", 1)]), ("snapshot", 0)],
+    [("beside", 2), ("snapshot", 1), ("snapshot", 0)],
 )
 def test_evaluation_beside_training_changes_no_weights(
     where: str, num_devices: int, model: str, tmp_path: Path

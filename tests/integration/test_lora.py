@@ -245,6 +245,7 @@ def test_without_its_adapters_a_policy_is_the_model_that_it_began_as(
         plain.forward(batch, OwnLogprobs(), without_adapters=True)
 
 
+@pytest.mark.nightly
 def test_a_kl_penalty_on_adapters_needs_no_second_model(
     engines: list[Any], models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -21,7 +21,6 @@ from rlite.trainer.model.optimizers import make_optimizer, parameter_groups
 from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
-from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 LENGTHS = [9, 4, 13, 1, 7, 6, 5]
@@ -161,7 +160,8 @@ def test_each_rank_holds_its_part_of_the_momentum_alone(model: Path) -> None:
         engine.release()
 
 
-@pytest.mark.parametrize("resumed_layout", [*nightly(*LAYOUTS[:-1]), LAYOUTS[-1]], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("resumed_layout", LAYOUTS, ids=str)
 def test_a_resumed_run_makes_the_steps_of_an_uninterrupted_one_in_any_layout(
     model: Path, tmp_path: Path, resumed_layout: Any
 ) -> None:

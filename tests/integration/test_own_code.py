@@ -23,6 +23,7 @@ from rlite.trainer.sft import SftTrainer
 from rlite.trainer.supervised_options import DpoConfig, RmConfig, SftConfig
 from tests import forked_python
 from tests.integration.worlds import environment
+from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 TRAINERS: dict[str, Any] = {"sft": (SftConfig, SftTrainer), "rm": (RmConfig, RmTrainer), "dpo": (DpoConfig, DpoTrainer)}
@@ -31,7 +32,6 @@ OWN = """
 from rlite.algorithms import LossInputs, TokenLoss, register_advantage, register_policy_loss
 from rlite.rollout.registry import register_reward
 from rlite.trainer.callbacks import Callback, register_callback
-from tests.marks import nightly
 
 
 @register_policy_loss("squared")

@@ -347,12 +347,13 @@ def test_two_ranks_that_share_tokens_keep_about_half_of_the_activations_each(mod
 # -- adapters ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
         ("qwen2", [ALL_LINEAR]),
-        pytest.param("qwen3", ["q_proj", "o_proj", "down_proj"], marks=pytest.mark.nightly),
-        pytest.param("llama", ["lm_head", "v_proj", "o_proj"], marks=pytest.mark.nightly),
+        ("qwen3", ["q_proj", "o_proj", "down_proj"]),
+        ("llama", ["lm_head", "v_proj", "o_proj"]),
     ],
 )
 def test_adapters_are_the_same_under_tensor_parallel(

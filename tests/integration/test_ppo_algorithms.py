@@ -158,7 +158,8 @@ def test_a_kl_in_the_loss_holds_the_policy_where_it_was(model, tmp_path):
     assert moved[1] < 0.5 * moved[0]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("loss", marks=pytest.mark.nightly), "reward"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["loss", "reward"])
 def test_the_weight_of_the_kl_follows_its_target_through_a_resume(kind, model, tmp_path):
     kl = KlOptions(type=kind, coef=0.5, adaptive_target=1e-4, adaptive_horizon=160.0)
     folder, actor = tmp_path / "run", {"off_policy_metrics": True}

@@ -252,6 +252,7 @@ def test_an_option_that_contradicts_the_workflow_is_refused(model, tmp_path):
     assert own.evaluations.sets[""].workflow.gconfig.temperature == 0.9
 
 
+@pytest.mark.nightly
 def test_engines_that_take_turns_on_the_device_save_and_go_on(model, tmp_path, session):
     out = tmp_path / "run"
     trainer(model, out, total_steps=5, actor={"offload_model": True}).fit()

@@ -145,6 +145,7 @@ def test_a_killed_trainer_process_takes_its_program_with_it(tmp_path: Path) -> N
     assert finish(run).restarts == 1
 
 
+@pytest.mark.nightly
 def test_a_program_without_restarts_left_ends_the_job_with_its_output(tmp_path: Path) -> None:
     (tmp_path / "step-0").write_text("")
     run = program("fire", tmp_path, 1, {"raises": True}, max_trainer_restarts=2)

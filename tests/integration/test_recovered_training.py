@@ -96,6 +96,7 @@ class FragilePolicy(LlamaPolicy):
             self.optimizer.register_step_pre_hook(lambda *_: kill(os.getpid()))
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_in_the_optimizer_step_leaves_no_trace(models: dict[str, Path]) -> None:
     train = RliteTrainEngine(on_meta(FragilePolicy, models["llama"]))
     train.build(tensor_parallel_size=2)

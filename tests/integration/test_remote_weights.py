@@ -30,6 +30,10 @@ from tests.integration.test_remote_servers import KEY, Server
 from tests.tiny import build_model_dir
 
 PAGE = Path(__file__).parents[2] / "docs" / "executors.md"
+REWARD = """
+def correct(prompt, completions, prompt_ids, completion_ids, **row):
+    return float(len(completion_ids) % 2)
+"""
 ADMIN = "the-token-of-the-administrator"
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(4) for b in range(4)]
 PROMPTS = [[5, 6, 7], [8, 9, 10]]
@@ -113,7 +117,7 @@ def test_the_command_of_the_page_trains_on_the_servers(
     for port, server in enumerate(servers, 8000):
         command = command.replace(f"http://127.0.0.1:{port}", server.url)
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    Path("my.py").write_text("def correct(completions, **row):\n    return float(len(completions) % 2)\n")
+    Path("my.py").write_text(REWARD)
     few = ["train_data.prompts_per_rollout=4", "train_data.responses_per_prompt=2", "trainer.total_steps=2"]
     small = ["launcher=inprocess", "num_devices=1", "rollout.max_model_len=64", "trainer.save_dir=run"]
     ppo.main([*shlex.split(command), *few, *small, "rollout.train_sampling_params.max_new_tokens=6"])

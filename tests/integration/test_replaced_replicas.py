@@ -93,6 +93,7 @@ def test_replaced_replica_has_the_synced_weights(serve: RliteInferenceEngine, tr
     check_same(asked, answers(serve, asked, silent), expected, version=1)
 
 
+@pytest.mark.nightly
 def test_an_idle_replica_s_death_is_noticed_and_calls_on_all_replicas_go_on(
     serve: RliteInferenceEngine, train: RliteTrainEngine
 ) -> None:
@@ -145,6 +146,7 @@ def wait_until_lost(engine: RliteInferenceEngine, num: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
 def test_replaced_replica_has_the_residency_of_the_engine(serve: RliteInferenceEngine, train: RliteTrainEngine) -> None:
     train.p2p_weight_sync(serve)
     expected = answers(serve, asked := requests(greedy=True)[:8], silent)

@@ -209,7 +209,7 @@ def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
     ("trainer", "ranks"),
     [
         ("sft", 1),
-        ("ppo", 1),
+        pytest.param("ppo", 1, marks=pytest.mark.nightly),
         ("grpo", 1),
         pytest.param("sft", 2, marks=pytest.mark.nightly),
         pytest.param("ppo", 2, marks=pytest.mark.nightly),

@@ -146,6 +146,7 @@ def test_prompts_are_streamed_and_resumed(tmp_path: Path, capsys: pytest.Capture
     assert len(set(asked(tmp_path / "whole")[:18])) == 18
 
 
+@pytest.mark.nightly
 def test_a_bad_prompt_ends_the_run_and_no_prompt_is_left_out_once_it_is_repaired(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
