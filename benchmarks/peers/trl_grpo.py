@@ -12,7 +12,7 @@ step), the same in CPU time, which a busy machine disturbs less, and every step 
 
 `--rows-per-forward` is TRL's per-device batch size; gradients are accumulated over the 64 sequences. Smaller forwards
 waste less on padding, larger ones run faster per token: report the best. `--continuous-batching` generates with the
-continuous batching of transformers. TRL's tree packing (`experimental.async_grpo`) calls FlashAttention: it needs a GPU.
+continuous batching of transformers. TRL's tree packing (`experimental.async_grpo`) needs FlashAttention, so a GPU.
 """
 
 from __future__ import annotations
