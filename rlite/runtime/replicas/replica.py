@@ -292,7 +292,8 @@ class InFlightRequest:
             self.done.set_exception(error)
 
     def _end(self) -> None:
-        self.ended = time.perf_counter()
+        # the future holds this request, and the caller's function its episode: both would wait for a garbage collection
+        self.ended, self.on_chunk = time.perf_counter(), None
         self.count_at(None)
 
 

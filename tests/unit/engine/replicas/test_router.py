@@ -155,3 +155,18 @@ def test_a_policy_that_names_no_serving_replica_is_an_error() -> None:
     router, _ = router_of(2, policy=lambda loads, home: 2)
     with pytest.raises(ConfigError, match=r"routing returned 2; expected one of the replicas \[0, 1\]"):
         router.route([[in_flight(0)]])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_that_has_ended_lets_go_of_its_caller(fails: bool) -> None:
+    request, chunks = in_flight(7), []
+    request.on_chunk = chunks.append
+    chunk = TokenChunk(request_id=7, token_ids=[1], logprobs=[0.0], sampling_logprobs=[0.0], version=0)
+    assert not request.take(chunk)
+    if fails:
+        request.fail(RliteError("lost"))
+    else:
+        request.abort()
+    assert len(chunks) == (1 if fails else 2)
+    assert request.done.done()
+    assert request.on_chunk is None
