@@ -61,7 +61,6 @@ def steps(out: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if not key.startswith(CLOCKED)} for row in rows]
 
 
-@pytest.mark.nightly
 def test_killed_run_on_a_mixture_resumes_bit_identically(tmp_path: Path) -> None:
     build_model_dir(tmp_path / "model", hidden=64)
     write(tmp_path / "few.jsonl", [{"prompt": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(6)])

@@ -143,7 +143,6 @@ def compare(kinds: list[str], folder: Path) -> None:
                     torch.testing.assert_close(torch.tensor(logprobs), expected_logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.nightly
 def test_two_ranks_compute_and_serve_what_one_does(tmp_path: Path) -> None:
     compare(list(KINDS), tmp_path)
 

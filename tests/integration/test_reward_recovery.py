@@ -82,7 +82,6 @@ def test_answers_are_scored_once_by_workers_that_replace_lost_ones(tmp_path: Pat
         assert (row["reward"], row["loss"]) == (calm["reward"], calm["loss"])
 
 
-@pytest.mark.nightly
 def test_without_recoveries_a_lost_worker_of_a_reward_model_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RliteError, match="rank 0"):
         run(tmp_path, UnderFire)

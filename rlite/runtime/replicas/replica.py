@@ -251,9 +251,9 @@ class InFlightRequest:
             self.extras.setdefault(name, []).extend(column)
         if self._outstanding is not None:
             self._outstanding.add(-num)
-        if self.on_chunk is not None:
+        if (on_chunk := self.on_chunk) is not None:  # another thread may end the request
             try:
-                self.on_chunk(chunk)
+                on_chunk(chunk)
             except Exception as error:  # any error belongs to this request; the replica serves others too
                 self.fail(error)
                 return True
