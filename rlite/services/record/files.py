@@ -103,6 +103,15 @@ TOKENS = _schema(
     ),
 )
 """one row for each sequence whose tokens are recorded; the lists have one entry for each token"""
+OTHERS = pa.map_(pa.string(), pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()}))
+BATCH_ROWS = _schema(
+    **{name: (TOKENS.field(name).type, "as in TOKENS") for name in TOKENS.names if name not in ("text", "offsets")},
+    row=(pa.int32(), "number of the sequence in the batch that was trained on; null if it is in none"),
+    others=(OTHERS, "the other keys of its row in the batch, without padding"),
+)
+"""rows of a batch as they were trained on, from which a step is made again"""
+WRITTEN_TOKENS = pa.schema([*TOKENS, *(BATCH_ROWS.field(name) for name in ("row", "others"))], metadata=TOKENS.metadata)
+"""columns of a file of tokens; those that TOKENS lacks are read to make a step again, and by nothing else"""
 NOT_NULL = ("step", "group", "sample", "sequence", "item", "status", "reason")
 """columns of ROWS and TOKENS that have a value in every row"""
 

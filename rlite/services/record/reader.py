@@ -27,7 +27,7 @@ from rlite.errors import DataError
 from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.child import printable
 from rlite.runtime.sandbox.pool import shared_pool
-from rlite.services.record.files import NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY, RecordFile, record_files
+from rlite.services.record.files import BATCH_ROWS, NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY, RecordFile, record_files
 
 LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""
@@ -50,7 +50,7 @@ MAX_PART = 128 << 20
 TOO_LARGE = f"cannot be read: a part of it takes more than {MAX_PART >> 20} MiB"
 MAX_KEPT = 512 << 20
 """bytes of the rows without texts that are kept: those of a million rollouts take a third"""
-BATCH_ROWS = 1024
+ROWS_AT_ONCE = 1024
 MAX_FOOTERS = 16
 """files whose footers are kept: each takes about 5 kB for each row group"""
 
@@ -170,6 +170,10 @@ class RecordReader:
         """
         return sorted(_rows(self._chosen(source, TOKENS, [step], place)), key=lambda sequence: sequence["sequence"])
 
+    def batch_rows(self, step: int) -> list[dict[str, Any]]:
+        """Return the recorded sequences of a step of training, with the other keys of their rows in its batch."""
+        return _rows(self._chosen("train", BATCH_ROWS, [step]))
+
     def token_table(self, source: str, steps: Steps = None) -> pa.Table:
         """Return all recorded sequences of some steps; None for all steps."""
         return pa.concat_tables([TOKENS.empty_table(), *self._chosen(source, TOKENS, steps)])
@@ -181,7 +185,7 @@ class RecordReader:
         chosen = ALL if steps is None else pc.field("step").isin(list(steps))
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
-        own = self._holders(source, "tokens" if schema is TOKENS else "rows", steps)
+        own = self._holders(source, "tokens" if schema in (TOKENS, BATCH_ROWS) else "rows", steps)
         for file in reversed(own) if newest_first else own:
             yield from self._read(file, schema, chosen, newest_first)
 
@@ -286,7 +290,7 @@ def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Sch
         raise DataError(TOO_LARGE)
     rows = MAX_PART // max([1, *sizes])  # each of them may have a value as large as its whole column in the file
     with pq.ParquetFile(path, metadata=footer.metadata) as opened:
-        for batch in opened.iter_batches(max(1, min(rows, BATCH_ROWS)), [group], wanted):
+        for batch in opened.iter_batches(max(1, min(rows, ROWS_AT_ONCE)), [group], wanted):
             table = _conformed(pa.Table.from_batches([batch]), schema)
             if empty := [name for name in schema.names if name in NOT_NULL and table[name].null_count]:
                 raise DataError(f"cannot be read: rows without a value of {', '.join(empty)}")

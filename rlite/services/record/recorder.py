@@ -24,11 +24,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from rlite.batch import NAMED_REWARD
+from rlite.batch import KEYS, NAMED_REWARD, RAGGED
 from rlite.rollout.collector.ended import Ended, seconds
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.rollout.episode import Episode
-from rlite.services.record.files import ROWS, TOKENS, TRAIN
+from rlite.services.record.files import ROWS, TOKENS, TRAIN, WRITTEN_TOKENS
 from rlite.services.record.writer import RecordWriter, Tables
 from rlite.types import Status
 
@@ -109,6 +109,8 @@ RECORDED = {
     *("attention_mask", "rewards", "scores", "num_turns", "num_tool_calls", "num_tool_errors", "truncated"),
 }
 """keys of a trajectory that are recorded, beside the parts of its reward"""
+IN_COLUMNS = {*SEQUENCE.values(), "attention_mask", "advantages", "entropies"}
+"""keys of a batch that columns of tokens hold whole"""
 
 
 class TrainedBatch:
@@ -122,6 +124,7 @@ class TrainedBatch:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
         self._loss_mask = as_array(batch["loss_mask"].bool())
+        self._others = {str(key): batch[key].cpu() for key in batch.keys() if key not in IN_COLUMNS}
         self._is_skipped = as_array(batch["is_skipped"]) if "is_skipped" in batch else np.zeros(len(batch), dtype=bool)
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
@@ -130,10 +133,11 @@ class TrainedBatch:
             samples[group] += sequence == 0
             self._rows[group, samples[group]].append(row)
 
-    def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, np.ndarray]:
+    def columns(self, group: int, sample: int, sequence: int, length: int) -> dict[str, Any]:
         """Return the trainer's columns of a sequence, one value for each token; {} if it was not trained on.
 
-        A column that is NaN for every token is left out: no update has made it.
+        A column that is NaN for every token is left out: no update has made it. `row` and `others` are those of
+        BATCH_ROWS.
 
         Args:
             group: number of the group.
@@ -143,8 +147,20 @@ class TrainedBatch:
         """
         if (rows := self._rows.get((group, sample))) is None:
             return {}
-        own = {name: column[rows[sequence], :length] for name, column in self._columns.items()}
-        return {name: column for name, column in own.items() if not np.isnan(column).all()}
+        row = rows[sequence]
+        own = {name: column[row, :length] for name, column in self._columns.items()}
+        known = {name: column for name, column in own.items() if not np.isnan(column).all()}
+        return known | {"row": row, "others": [(key, self._value(key, row, length)) for key in self._others]}
+
+    def _value(self, key: str, row: int, length: int) -> dict[str, Any]:
+        """Return what a batch holds under a key for one row, without padding, as a value of OTHERS."""
+        value = self._others[key][row]
+        if key in RAGGED:
+            value = value[: int(self._others[RAGGED[key]][row].sum())]
+        elif value.dim() and (value[length:] == (KEYS[key].padding if key in KEYS else 0)).all():
+            value = value[:length]
+        data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "data": data}
 
     def status(self, group: int, sample: int) -> tuple[Status, str]:
         """Return status and reason of a sample that the batch holds: it is trained if one of its updates was made."""
@@ -248,7 +264,7 @@ def make_tables(
                 made["status"], made["reason"] = trained.status(key["group"], key["sample"])
             rows.append(made)
             tokens += own
-    return {"rows": pa.Table.from_pylist(rows, schema=ROWS), "tokens": pa.Table.from_pylist(tokens, schema=TOKENS)}
+    return {"rows": pa.Table.from_pylist(rows, schema=ROWS), "tokens": pa.Table.from_pylist(tokens, schema=WRITTEN_TOKENS)}
 
 
 def _read(
@@ -347,7 +363,8 @@ def _tokens(
     for number, sequence in enumerate(trajectory.sequences):
         text, offsets = texts.decode(sequence["ids"].tolist())
         made = {} if trained is None else trained.columns(key["group"], key["sample"], number, len(offsets))
-        typed = {name: column.astype(TOKEN_TYPES[name]) for name, column in (sequence | made).items()}
+        columns = (sequence | made).items()
+        typed = {name: column.astype(TOKEN_TYPES[name]) if name in TOKEN_TYPES else column for name, column in columns}
         rows.append({**key, "sequence": number, "text": text, "offsets": offsets, **typed})
     return rows
 
