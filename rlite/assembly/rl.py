@@ -19,6 +19,7 @@ from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import LearningFacts, RunRecord, TemplateFile, run_observers
 from rlite.assembly.plans import BatchPlan
+from rlite.assembly.proof.chained import HashChain
 from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream
@@ -235,7 +236,7 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
     alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
     template = TemplateFile(options.train_data.chat_template_path)
-    return [usage, record, *own, alarms, LearningFacts(equal_rewards), template]
+    return [usage, record, *own, alarms, LearningFacts(equal_rewards), template, HashChain(trainer.name)]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:

@@ -11,6 +11,7 @@ from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import TemplateFile, run_observers
 from rlite.assembly.plans import data_plan, model_plan
+from rlite.assembly.proof.chained import HashChain
 from rlite.data.chat.ends import LearntEnds
 from rlite.data.chat.template import CLOCK, check_template_options, with_template
 from rlite.data.readers.formats import RowKind
@@ -43,6 +44,7 @@ def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | 
         *filter(None, [record]),
         *own,
         TemplateFile(trainer.options.data.chat_template_path),
+        HashChain(trainer.name),
     ]
 
 

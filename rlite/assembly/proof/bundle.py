@@ -12,10 +12,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import shutil
 import stat
@@ -30,6 +28,7 @@ import yaml
 from safetensors.torch import save
 from torch import Tensor
 
+from rlite.assembly.proof.chained import versions
 from rlite.assembly.proof.options import ReplayConfig
 from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, Source
 from rlite.errors import ConfigError, DataError, writing
@@ -41,16 +40,10 @@ from rlite.services.record.reader import RecordReader
 FORMAT = 1
 MAX_FILES, MAX_BYTES = 10_000, 256 << 30
 """files of a bundle, and their bytes together"""
-PACKAGES = ("rlite", "torch", "transformers", "numpy", "tensordict")
 SECRET = re.compile(r"(?i)(api_?key|secret|password|passwd|credential|auth_token|access_token|bearer)")
 """keys whose values no bundle has"""
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 REMOVED = "(removed)"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a step depends on."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
 
 
 def without_secrets(tree: Any, key: str = "") -> Any:
@@ -80,11 +73,13 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
         What the file has, in words.
 
     Raises:
-        ConfigError: the run is a bundle itself.
+        ConfigError: the run is a bundle itself, or weights are asked for without data.
         StorageError: the file cannot be written.
     """
     if source.bundle is not None:
         raise ConfigError(f"{options.run}: this is a bundle already")
+    if options.with_weights and not options.with_data:
+        raise ConfigError("--with-weights: a checkpoint has the prompts that were under way; add --with-data, or leave it")
     own, first = source.run.options(source.folder, options.code, False), source.first_step(step)
     steps = range(first, step + 1)
     partial = path.with_name(f".{path.name}.partial")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 from rlite import files
 from rlite.errors import writing
 from rlite.runtime.storage.atomic import MANIFEST
+from rlite.trainer.run.folder import CHAIN
 
-CHAIN = "chain.jsonl"
 MAX_LINK = 16 << 20
 """bytes of a link that is read"""
 WHOLE = 1 << 30

@@ -18,6 +18,7 @@ LEARNING = "learning.json"
 TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
 TRACE = "trace.json"
+CHAIN = "chain.jsonl"
 RESULTS = "results.json"
 """results of `rlite eval`, if it has once written into the run's folder; they hide the run's curves"""
 
@@ -37,7 +38,7 @@ def lock(folder: Path) -> FolderLock:
 
 def clear(folder: Path) -> None:
     """Delete the files of the overwritten run; opening its metrics replaces them."""
-    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE, LEARNING):
+    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE, LEARNING, CHAIN):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)
