@@ -30,6 +30,11 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
 
 
+def device_facts() -> dict[str, Any]:
+    """Return what decides the bits of a computation beside versions and layout."""
+    return {"threads": torch.get_num_threads(), "processor": torch.backends.cpu.get_cpu_capability()}
+
+
 def named_files(options: Any) -> Iterator[tuple[str, str, Path]]:
     """Yield the files that options name, each with "code" or "data" and with its name in the options."""
     for key, value in flat(config.to_container(options)):
@@ -69,8 +74,7 @@ class HashChain(Observer):
             "launcher": session.launcher.kind,
             "number": len(session.devices),
             "device": session.device,
-            "threads": torch.get_num_threads(),
-            "processor": torch.backends.cpu.get_cpu_capability(),
+            **device_facts(),
         }
         self._writer = ChainWriter(run.folder)
         self._append(run, lambda writer: writer.begin(run.step, None if found is None else found.name, facts))

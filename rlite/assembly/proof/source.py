@@ -68,6 +68,21 @@ class Source:
         return lines
 
     @property
+    def logged_steps(self) -> list[int]:
+        """The steps that metrics.jsonl has lines of."""
+        return sorted(self._lines)
+
+    def evaluated(self, step: int) -> Mapping[str, float]:
+        """Return what the run has logged for the evaluations after a step."""
+        return self._lines.get(step, {})
+
+    def samples_of(self, name: str) -> int:
+        """Return the largest k of pass@k of a set of evaluations."""
+        own = self.run.saved.get("test_data") or {}
+        own = own if "path" in own else own.get(name, {})
+        return int(own.get("k") or own.get("samples") or 1)
+
+    @property
     def last_step(self) -> int:
         """The last step that the run has logged.
 

@@ -114,6 +114,21 @@ class RunOfTrainer(NamedTuple):
             hint = "" if code else "; if code of the run registers it, name the file: --code FILE.py"
             raise ConfigError(f"the saved options cannot be used: {error}{hint}") from error
 
+    def original_options(self, code: str) -> Any:
+        """Return the options of the run as they were, with rewards whose functions are all in the user's file.
+
+        Raises:
+            ConfigError: a reward is in another file, or the options cannot be used.
+        """
+        named = Path(code).expanduser().resolve()
+        for name, own in self._rewards():
+            path = str(own.get("path") or "") if isinstance(own, dict) else ""
+            if ".py:" in path and Path(path.rpartition(":")[0]).expanduser().resolve() != named:
+                raise ConfigError(f"reward {name or path}: its function is in {path}, and --code names {code}")
+        tree = {key: value for key, value in self.saved.items() if key not in ("imports", "test_data")}
+        trainer = {**tree["trainer"], **NO_OBSERVERS}
+        return config.load(_options_class(self.entry), [], given=_literal({**tree, "trainer": trainer}))
+
     def _rewards(self) -> list[tuple[str, Any]]:
         reward = self.saved.get("reward") or {}
         return [("", reward)] if "path" in reward else list(reward.items())

@@ -67,6 +67,8 @@ class Folded:
     """bytes and hash of the beginning of metrics.jsonl"""
     first: Mapping[str, Any] = field(default_factory=dict)
     last: Mapping[str, Any] = field(default_factory=dict)
+    last_config: str | None = None
+    """hash of the config with which the run was started or resumed last"""
     last_hash: str = ""
     """hash of the last line"""
     breaks: list[str] = field(default_factory=list)
@@ -75,6 +77,7 @@ class Folded:
     def add(self, link: Mapping[str, Any]) -> None:
         """Take a link."""
         self.first, self.last = self.first or link, link
+        self.last_config = link.get("config", self.last_config)
         for part in FOLDED:
             for name, found in (link.get(part) or {}).items():
                 if found is None:

@@ -258,7 +258,7 @@ def make_tables(
                 place_of = f"step {step}, group {key['group']}, sample {key['sample']}"
                 warn(f"{place_of}: the record has a row without the trajectory: {error!r}")
             advantage = None if trained is None else trained.advantage(key["group"], key["sample"])
-            texts_of = {"segments": _segments(own), "data": data} if place in shown else {}
+            texts_of = {"segments": segments_of(own), "data": data} if place in shown else {}
             made = {**key, **_row(group, number), **columns, "advantage": advantage, **texts_of}
             if group.status == "skipped" and trained is not None:  # some samples of the group may be in other updates
                 made["status"], made["reason"] = trained.status(key["group"], key["sample"])
@@ -369,11 +369,11 @@ def _tokens(
     return rows
 
 
-def _segments(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def segments_of(sequences: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return the texts of sequences by role."""
     segments = []
     for row in sequences:
-        is_model = row["versions"] >= 0
+        is_model = np.asarray(row["versions"]) >= 0
         offsets, at = [*row["offsets"], len(row["text"])], 0
         for written, run in groupby(is_model.tolist()):
             end = at + len(list(run))

@@ -1,0 +1,108 @@
+"""Rewards of a record computed again: the run's own workflow, whose engine says what the record says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rlite.assembly.proof.findings import Findings
+from rlite.assembly.proof.rollouts import place_of
+from rlite.assembly.proof.source import Source
+from rlite.assembly.rl import read_prompts
+from rlite.assembly.workflows import RunWorkflows
+from rlite.data.prompts import item_name
+from rlite.errors import RliteError
+from rlite.rollout import RolloutWorkflow
+from rlite.rollout.rewards.configured_rewards import ChosenRewards
+from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason
+
+CHECK = "rewards"
+
+
+class RecordedEngine:
+    """Engine that answers with the recorded tokens of one rollout.
+
+    Args:
+        sequence: a recorded sequence: a prompt, and one turn of the model.
+        is_truncated: a limit cut the model off.
+    """
+
+    def __init__(self, sequence: Mapping[str, Any], is_truncated: bool) -> None:
+        first = sequence["mask"].index(True)
+        self.prompt, self._answer = sequence["ids"][:first], slice(first, None)
+        self._sequence = sequence
+        self._reason: StopReason = "length" if is_truncated else "stop"
+        self.asked: list[int] = []
+
+    async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
+        """Return the recorded answer."""
+        self.asked = list(request.input_ids)
+        return LLMResponse(
+            input_tokens=self.asked,
+            output_tokens=list(self._sequence["ids"][self._answer]),
+            output_logprobs=list(self._sequence["logprobs"][self._answer]),
+            output_versions=list(self._sequence["versions"][self._answer]),
+            stop_reason=self._reason,
+            latency=0.0,
+            ttft=0.0,
+        )
+
+    def get_version(self) -> int:
+        """Return the version of the answer's last token."""
+        return int(self._sequence["versions"][-1])
+
+
+def check_rewards(
+    source: Source,
+    code: str,
+    step: int,
+    sequences: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]],
+    rows: Mapping[tuple[int, int], Mapping[str, Any]],
+    findings: Findings,
+) -> None:
+    """Compute the rewards of recorded single-turn rollouts again.
+
+    Args:
+        source: the run.
+        code: the user's file with its rewards.
+        step: the step.
+        sequences: the recorded sequences by group and sample.
+        rows: the rows by group and sample.
+        findings: takes contradictions.
+    """
+    try:
+        workflow, items = _workflow(source.folder, code)
+    except RliteError as error:
+        findings.note(f"rewards are not computed again: {error}")
+        return
+    for place, own in sequences.items():
+        row, mask = rows.get(place), own[0]["mask"]
+        is_single = len(own) == 1 and True in mask and all(mask[mask.index(True) :])
+        if row is None or row["reward"] is None or not is_single or row["item"] not in items:
+            findings.note("rewards of several turns, or of rows that the data has no longer, are not computed again")
+            continue
+        engine = RecordedEngine(own[0], bool(row["truncated"]))
+        try:
+            made = asyncio.run(workflow.arun_episode(engine, dict(items[row["item"]])))  # type: ignore[arg-type]
+        except RliteError as error:
+            findings.expect(False, CHECK, place_of(row), f"reward {row['reward']:.9g}, and its function raises {error}")
+            continue
+        told = "its prompt is not that of its item in the data"
+        findings.expect(engine.asked == engine.prompt, "prompts of rollouts", place_of(row), told)
+        again = float(made["rewards"][0]) if made is not None else None
+        told = f"reward {row['reward']:.9g}, and its function returns {again}"
+        findings.expect(again is not None and abs(again - row["reward"]) <= 1e-6, CHECK, place_of(row), told)
+
+
+@lru_cache(1)
+def _workflow(folder: Path, code: str) -> tuple[RolloutWorkflow, dict[str, Mapping[str, Any]]]:
+    """Return the run's workflow with its rewards, and the rows of its data by name."""
+    run = Source(folder).run
+    options = run.original_options(code)
+    train_rows, _ = read_prompts(options.train_data, {})
+    rewards = ChosenRewards(options.reward, {})
+    workflow = RunWorkflows(options).maker(rewards, {"train_data": train_rows})(options.rollout.train_sampling_params)
+    return workflow, {item_name(row, number): row for number, row in enumerate(train_rows)}
