@@ -39,10 +39,10 @@ from rlite.services.record.chain import ChainWriter, read_chain
 
 EXEMPT = ("seconds", "tokens_per_second", "memory", "mfu", "sync_", "rollout/num", "lag_steps", "usage", "step")
 """metrics that nothing else implies"""
-REWARD = '''
+REWARD = """
 def score(prompt, completions, answer, **row):
     return sum(character in answer for character in completions) + 0.1 * len(completions)
-'''
+"""
 
 
 def make_run(base: Path, name: str, is_killed: bool = False, steps: int = 8) -> Path:
@@ -60,7 +60,9 @@ def make_run(base: Path, name: str, is_killed: bool = False, steps: int = 8) -> 
     command += ["rollout.train_sampling_params.max_new_tokens=8", "trainer.record=all", "trainer.keep=99"]
     command += [f"trainer.total_steps={steps}", "trainer.save_freq=4", f"trainer.save_dir={base / name}"]
     if is_killed:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         while not (base / name / "state" / "step-4" / MANIFEST).exists() and process.poll() is None:
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
@@ -231,7 +233,9 @@ def make_consistent(run: Path) -> None:
         names = [file.name for file in path.iterdir() if file.name != MANIFEST]
         assert FACTS in names
         (path / MANIFEST).write_text(json.dumps({"files": hash_files(path, names)}, indent=2))
-    first = {key: value for key, value in chain.first.items() if key in ("config", "code", "data", "versions", "devices")}
+    first = {
+        key: value for key, value in chain.first.items() if key in ("config", "code", "data", "versions", "devices")
+    }
     (run / "chain.jsonl").unlink()
     writer = ChainWriter(run)
     writer.begin(0, None, first)

@@ -17,6 +17,8 @@ Train from rewards (train_data.path=prompts.jsonl)
 
 Look at runs
   view RUN [RUN2 ...]           rollouts, curves and lost work in the browser; --export FILE.html writes one file
+  replay RUN --step N           makes a recorded step again, on any machine, and compares; --bundle FILE.zip packs it
+  audit RUN                     computes again what follows from record and checkpoints, and names what does not fit
 
 Before training
   env check SPEC                runs an environment or a workflow against a scripted model, and says what is wrong
@@ -77,6 +79,8 @@ COMMANDS = {
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
     "env": Command("rlite.assembly.commands.env_check", "rlite.assembly.commands.env_options:EnvConfig"),
     "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),
+    "replay": Command("rlite.assembly.proof.replay", "rlite.assembly.proof.options:ReplayConfig"),
+    "audit": Command("rlite.assembly.proof.audit", "rlite.assembly.proof.options:AuditConfig"),
     "generate": Command("rlite.assembly.commands.generate", "rlite.assembly.commands.options:GenerateConfig"),
     "serve": Command("rlite.assembly.commands.serve", "rlite.assembly.commands.options:ServeConfig"),
     "eval": Command("rlite.assembly.evaluate.command", "rlite.assembly.evaluate.options:EvalConfig"),

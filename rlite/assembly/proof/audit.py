@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,16 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import config, files
-from rlite.algorithms import TokenLogprobs, next_token
+from rlite.algorithms import Mean, TokenLogprobs, is_selective, next_token
 from rlite.assembly.proof.bundle import open_source
 from rlite.assembly.proof.chained import device_facts, versions
-from rlite.assembly.proof.comparison import Comparison, compare
+from rlite.assembly.proof.comparison import Comparison, compare, compare_numbers
 from rlite.assembly.proof.findings import Findings
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
 from rlite.assembly.proof.replay import Replay, replay, replaying
 from rlite.assembly.proof.rewards import check_rewards
 from rlite.assembly.proof.rollouts import IN_BATCH, RolloutChecks
-from rlite.assembly.proof.source import Source
+from rlite.assembly.proof.source import Source, columns_of
 from rlite.assembly.proof.trainers import RecordedWorkflow
 from rlite.assembly.rl import PartsMaker
 from rlite.batch import NAMED_REWARD
@@ -124,7 +123,9 @@ def check_chain(source: Source, chain: Folded | None, findings: Findings) -> Non
             expect(found == value, HASHES, str(places[part](name).relative_to(folder)), told)
     there = {path.name for path in (folder / "record").glob("*.parquet")}
     for name in sorted(there - chain.entries["record"].keys()):
-        expect(chain.last.get("kind") != "end", HASHES, f"record/{name}", "the chain does not know this file: it was added")
+        expect(
+            chain.last.get("kind") != "end", HASHES, f"record/{name}", "the chain does not know this file: it was added"
+        )
     wanted = hash_file(folder / "config.yaml")
     expect(wanted == chain.last_config, HASHES, "config.yaml", "its hash is not that of the chain: it was changed")
     if chain.metrics:
@@ -206,7 +207,9 @@ class RlAudit:
         by_place = {(row["group"], row["sample"]): row for row in rows}
         for place, own in sequences.items():
             told = "the record has tokens of a rollout that has no row"
-            self._findings.expect(place in by_place, "fates of rollouts", f"record, step {step}, group {place[0]}", told)
+            self._findings.expect(
+                place in by_place, "fates of rollouts", f"record, step {step}, group {place[0]}", told
+            )
             if place in by_place:
                 checks.tokens(by_place[place], own)
         if self._options.code is not None:
@@ -269,36 +272,36 @@ class RlAudit:
         own, made = self._own, batch.made
         logprobs = made.get("trained_logprobs", made["trainer_logprobs"])
         is_known = not made["entropy"].isnan().any() and not logprobs.isnan().any()
-        if own.actor.update_per_rollout != 1 or step <= own.actor.freeze_steps or self._maker_is_selective or not is_known:
-            self._findings.note("losses of several updates, or of a loss that selects tokens, are compared by replay alone")
+        if (
+            own.actor.update_per_rollout != 1
+            or step <= own.actor.freeze_steps
+            or is_selective(self._maker.policy_loss().configured)
+            or not is_known
+        ):
+            self._findings.note(
+                "losses of several updates, or of a loss that selects tokens, are compared by replay alone"
+            )
             return
         columns = {key: value for key, value in made.items() if key in ("old_logprobs", "ref_logprobs")}
-        data = lazy_pack(dict(self._joined(batch, columns)), range(len(batch.given)), torch.device("cpu"))
+        joined = with_keys(batch.given, advantages=made["advantages"], **columns)
+        data = lazy_pack(columns_of(joined), range(len(batch.given)), torch.device("cpu"))
         cu_seqlens = data["cu_seqlens"]
         packed = [next_token(value[batch.given["attention_mask"]], cu_seqlens) for value in (logprobs, made["entropy"])]
         loss = self._maker.policy_loss()
         if loss.kl_coef and ("kept_counts" in batch.given or own.kl.adaptive_target is not None):
-            self._findings.note("losses with a KL over more than the kept ids, or with an adaptive weight, are replayed")
+            self._findings.note(
+                "losses with a KL over more than the kept ids, or with an adaptive weight, are replayed"
+            )
             return
         value, metrics = loss(TokenLogprobs(*packed), data)
-        found = {"loss": value.item()} | {key: each.item() for key, each in metrics.items() if hasattr(each, "count")}
+        found = {"loss": value.item()} | {key: each.item() for key, each in metrics.items() if isinstance(each, Mean)}
         for name, number in found.items():
             self._metric(step, line, name, number, LOSSES)
 
-    @property
-    def _maker_is_selective(self) -> bool:
-        from_options = self._own.actor.policy_loss.name
-        return from_options in ("clip_cov", "kl_cov")
-
-    @staticmethod
-    def _joined(batch: RecordedBatch, columns: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        joined: TensorDict = with_keys(batch.given, advantages=batch.made["advantages"], **columns)
-        yield from ((str(key), value) for key, value in joined.items())
-
     def _metric(self, step: int, line: Mapping[str, float], name: str, value: float, check: str = METRICS) -> None:
-        if name in line and not (math.isnan(line[name]) and math.isnan(value)):
-            numbers = [torch.tensor([number], dtype=torch.float64) for number in (line[name], value)]
-            self._findings.expect_near(compare(name, *numbers), check, f"metrics.jsonl, step {step}")
+        if name in line:
+            found = compare_numbers(name, line[name], value)
+            self._findings.expect_near(found, check, f"metrics.jsonl, step {step}")
 
 
 def metrics_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -345,9 +348,8 @@ def check_evaluations(source: Source, findings: Findings) -> None:
                 continue
             for key, value in prefixed("" if own == "test" else own, found).items():
                 if key in line:
-                    numbers = [torch.tensor([number], dtype=torch.float64) for number in (line[key], value)]
                     place = f"metrics.jsonl, evaluation {own} after step {step}"
-                    findings.expect_near(compare(key, *numbers), EVALUATIONS, place)
+                    findings.expect_near(compare_numbers(key, line[key], value), EVALUATIONS, place)
 
 
 def is_same_machine(chain: Folded | None) -> bool:

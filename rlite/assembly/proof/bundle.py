@@ -1,12 +1,12 @@
 """Bundles: one file with what a step needs to be made again. It opens like a run, and executes nothing.
 
-    bundle.json                 format, step, versions, hashes, and what the file has
-    config.yaml                 the options, without secrets
-    metrics.jsonl               the lines of its steps
-    rows.jsonl                  fate, reward and advantage of each rollout; no texts
-    batches/STEP.safetensors    the tokens of a step, and what was computed for them   (--with-data)
-    state/step-N/...            the checkpoint before, and the one after it            (--with-weights)
-    models/GROUP/...            the model's config, tokenizer and weights              (--with-weights)
+bundle.json                 format, step, versions, hashes, and what the file has
+config.yaml                 the options, without secrets
+metrics.jsonl               the lines of its steps
+rows.jsonl                  fate, reward and advantage of each rollout; no texts
+batches/STEP.safetensors    the tokens of a step, and what was computed for them   (--with-data)
+state/step-N/...            the checkpoint before, and the one after it            (--with-weights)
+models/GROUP/...            the model's config, tokenizer and weights              (--with-weights)
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from typing import Any
 
 import yaml
 from safetensors.torch import save
-from torch import Tensor
 
 from rlite.assembly.proof.chained import versions
 from rlite.assembly.proof.options import ReplayConfig
-from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, Source
+from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, Source, columns_of
 from rlite.errors import ConfigError, DataError, writing
 from rlite.nn.pretrained import local_checkpoint
 from rlite.runtime.storage.atomic import MANIFEST
@@ -79,7 +78,9 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
     if source.bundle is not None:
         raise ConfigError(f"{options.run}: this is a bundle already")
     if options.with_weights and not options.with_data:
-        raise ConfigError("--with-weights: a checkpoint has the prompts that were under way; add --with-data, or leave it")
+        raise ConfigError(
+            "--with-weights: a checkpoint has the prompts that were under way; add --with-data, or leave it"
+        )
     own, first = source.run.options(source.folder, options.code, False), source.first_step(step)
     steps = range(first, step + 1)
     partial = path.with_name(f".{path.name}.partial")
@@ -89,8 +90,7 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
     facts |= {"has_data": options.with_data, "has_weights": options.with_weights, "checkpoints": {}}
     with writing(path), zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
         for number in steps if options.with_data else ():
-            given = source.batch(number, own)
-            columns: dict[str, Tensor] = {str(key): value.contiguous() for key, value in given.items()}
+            columns = {key: value.contiguous() for key, value in columns_of(source.batch(number, own)).items()}
             columns |= {f"{MADE}{key}": value.contiguous() for key, value in source.made(number).items()}
             file.writestr(f"{BATCHES}/{number}.safetensors", save(columns))
         for checkpoint in filter(None, [source.checkpoint_before(step), _after(source, step)]):

@@ -56,7 +56,7 @@ class Comparison:
 def compare(
     name: str, kept: Tensor, again: Tensor, places: Sequence[str] = (), relative: float = RELATIVE
 ) -> Comparison:
-    """Compare two tensors; two NaNs are equal.
+    """Return how two tensors compare; two NaNs are equal.
 
     Args:
         name: name of the quantity.
@@ -77,15 +77,16 @@ def compare(
     if len(away) and not is_equal.all():
         index = [int(each) for each in torch.unravel_index(torch.tensor(worst), kept.shape)]
         where = ", ".join([places[index[0]], *map(str, index[1:])]) if places and index else str(index)
-    values = (one.item(), other.item()) if one.numel() == 1 else (None, None)
+    kept_value, value = (one.item(), other.item()) if one.numel() == 1 else (None, None)
     difference = away[worst].item() if len(away) else 0.0
-    return Comparison(name, len(away), difference, bool(is_equal.all()), bool(is_near.all()), *values, where=where)
+    verdict = bool(is_equal.all()), bool(is_near.all())
+    return Comparison(name, len(away), difference, *verdict, kept=kept_value, again=value, where=where)
 
 
 def compare_metrics(
     logged: Mapping[str, float], again: Mapping[str, float], is_own_layout: bool, is_complete: bool
 ) -> list[Comparison]:
-    """Compare the metrics of a step that do not depend on the machine.
+    """Return how the metrics of a step compare that do not depend on the machine.
 
     Args:
         logged: the line of metrics.jsonl.
@@ -97,12 +98,12 @@ def compare_metrics(
     left_out = left_out if is_complete else (*left_out, *OF_GENERATION)
     rollouts = () if is_complete else OF_ROLLOUTS
     names = [name for name in again if name in logged and not name.startswith((*left_out, *rollouts))]
-    both = {name: (_number(logged[name]), _number(again[name])) for name in sorted(names)}
-    return [compare(name, *values) for name, values in both.items()]
+    return [compare_numbers(name, logged[name], again[name]) for name in sorted(names)]
 
 
-def _number(value: float) -> Tensor:
-    return torch.tensor([value], dtype=torch.float64)
+def compare_numbers(name: str, kept: float, again: float) -> Comparison:
+    """Return how two numbers compare."""
+    return compare(name, torch.tensor([kept], dtype=torch.float64), torch.tensor([again], dtype=torch.float64))
 
 
 OF_ROLLOUTS = ("reward", "score", "response_length", "truncated", "uniform_groups", "turns", "tool_")
@@ -136,7 +137,7 @@ def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def compare_checkpoints(kept: Path, again: Path) -> list[Comparison]:
-    """Compare the weights and the optimizer's state of two checkpoints, as two quantities."""
+    """Return how weights and optimizer's state of two checkpoints compare, as two quantities."""
     one, other = checkpoint_tensors(kept), checkpoint_tensors(again)
     return [
         _joined(part, one, other, [name for name in one if name.startswith(part)])

@@ -28,7 +28,7 @@ from rlite.assembly.launch import session_of
 from rlite.assembly.proof.bundle import open_source, write_bundle
 from rlite.assembly.proof.comparison import Comparison, compare, compare_checkpoints, compare_metrics
 from rlite.assembly.proof.options import ReplayConfig
-from rlite.assembly.proof.source import Source
+from rlite.assembly.proof.source import Source, columns_of
 from rlite.assembly.proof.trainers import RecordedSteps
 from rlite.data.packs import sequence_lengths, split_batch
 from rlite.engine.train import RliteTrainEngine
@@ -158,9 +158,9 @@ def replay(source: Source, trainer: RecordedSteps, last: int, result: Replay, op
 
 
 def _compare_columns(source: Source, step: int, learnt: TensorDict) -> list[Comparison]:
-    """Compare what a step has computed for its tokens, where it is recorded."""
+    """Return how what a step has computed for its tokens compares, where it is recorded."""
     found, kept = [], source.made(step)
-    again: dict[str, Tensor] = {str(key): learnt[key] for key in learnt.keys() if key in kept}
+    again: dict[str, Tensor] = {key: learnt[key] for key in map(str, learnt.keys()) if key in kept}
     for key, name in (("old_logprobs", "trainer_logprobs"), ("trained_logprobs", "trainer_logprobs")):
         if key in learnt and name in kept:
             again.setdefault(name, learnt[key])
@@ -170,12 +170,19 @@ def _compare_columns(source: Source, step: int, learnt: TensorDict) -> list[Comp
     for name, value in again.items():
         known = kept[name]
         is_known = ~known.isnan() if known.is_floating_point() else torch.ones_like(known, dtype=torch.bool)
-        found.append(compare(f"{name} of tokens" if known.dim() > 1 else f"{name} of rows", known, torch.where(is_known, value.to(known.dtype), known), places))
+        found.append(
+            compare(
+                f"{name} of tokens" if known.dim() > 1 else f"{name} of rows",
+                known,
+                torch.where(is_known, value.to(known.dtype), known),
+                places,
+            )
+        )
     return found
 
 
 def _compare_weights(source: Source, trainer: RecordedSteps, step: int) -> list[Comparison]:
-    """Compare the weights and the optimizer's state after a step with the checkpoint, if there is one."""
+    """Return how the weights and the optimizer's state after a step compare with the checkpoint, if there is one."""
     found = []
     if source.has_checkpoint(step):
         with tempfile.TemporaryDirectory(prefix="rlite-replay-") as scratch:
@@ -221,7 +228,7 @@ def stop_in_loss(trainer: Any) -> None:
     """Let the debugger stop wherever the loss of a trainer is computed."""
     loss = trainer.loss
     own = {"__call__": _stopping(type(loss).__call__)}
-    stopping = object.__new__(type(f"Stopping{type(loss).__name__}", (type(loss),), own))
+    stopping: Any = object.__new__(type(f"Stopping{type(loss).__name__}", (type(loss),), own))
     vars(stopping).update(vars(loss))
     trainer.loss = stopping
 
@@ -262,8 +269,9 @@ def show_rows(
     else:
         microbatches = _microbatches(engine, batch)
         known = list(range(len(microbatches)))
-        rows = torch.tensor(microbatches[options.microbatch] if options.microbatch in known else [], dtype=torch.int64)
-        what = f"microbatch {options.microbatch}"
+        number = options.microbatch or 0
+        rows = torch.tensor(microbatches[number] if number in known else [], dtype=torch.int64)
+        what = f"microbatch {number}"
     if not len(rows):
         raise ConfigError(f"step {step} has no {what}; it has {', '.join(map(str, known[:20]))}")
     part = batch[rows]
@@ -279,7 +287,7 @@ def _microbatches(engine: RliteTrainEngine, batch: TensorDict) -> list[list[int]
     """Return the rows of each microbatch in which an engine computes a batch."""
     capacity = engine.options.max_tokens_per_microbatch * engine.dims.pack_factor
     how: Any = {"method": engine.options.packing_method, "may_share": lambda: engine.prefix_obstacle() is None}
-    shares = split_batch("replay", dict(batch.items()), engine.num_data_ranks, capacity, **how)
+    shares = split_batch("replay", columns_of(batch), engine.num_data_ranks, capacity, **how)
     return [[share.rows[row] for row in rows] for share in shares for rows in share.microbatches]
 
 

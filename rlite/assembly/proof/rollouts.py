@@ -74,7 +74,9 @@ class RolloutChecks:
             place = f"record, step {step}, group {group}"
             expect(count == size, LEDGER, place, f"it has {count} rollouts, and a group has {size}")
             fates = {row["status"] in IN_BATCH for row in rows if row["group"] == group}
-            expect(len(fates) == 1, LEDGER, place, "a part of the group was trained on; groups are whole or dropped whole")
+            expect(
+                len(fates) == 1, LEDGER, place, "a part of the group was trained on; groups are whole or dropped whole"
+            )
         for group in {row["group"] for row in rows if row["status"] == "filtered"}:
             rewards = {row["reward"] for row in rows if row["group"] == group}
             told = f"filtered, because all rewards of the group are equal, and they are {sorted(map(str, rewards))}"
@@ -83,7 +85,9 @@ class RolloutChecks:
         expect(len(trained) <= most, LEDGER, f"record, step {step}", f"{len(trained)} groups in a batch of {most}")
         if trained and len(trained) < most:
             lost = [row for row in rows if row["status"] not in IN_BATCH]
-            told = f"{len(trained)} groups were trained on, a batch has {most}, and no row says what became of the others"
+            told = (
+                f"{len(trained)} groups were trained on, a batch has {most}, and no row says what became of the others"
+            )
             expect(bool(lost), LEDGER, f"record, step {step}", told)
 
     def _version(self, step: int, row: Row, place: str, is_in_batch: bool) -> None:
@@ -95,7 +99,9 @@ class RolloutChecks:
         expect(newest < step, STALENESS, place, f"policy version {newest} in step {step}, which made version {step}")
         if is_in_batch:
             age = step - 1 - oldest
-            expect(age <= self._max_staleness, STALENESS, place, f"{age} updates old; the bound is {self._max_staleness}")
+            expect(
+                age <= self._max_staleness, STALENESS, place, f"{age} updates old; the bound is {self._max_staleness}"
+            )
 
     def _reward(self, row: Row, place: str) -> None:
         parts = dict(row["reward_parts"] or ())
@@ -173,7 +179,9 @@ class RolloutChecks:
                 expect(value == row[name], ROWS, place, f"{name} is {row[name]}, and the batch has {value:g}")
         if "truncated" in others[0]:
             is_cut = any(bool(own["truncated"].any()) for own in others)
-            expect(is_cut == row["truncated"], ROWS, place, f"truncated is {row['truncated']}, and the batch has {is_cut}")
+            expect(
+                is_cut == row["truncated"], ROWS, place, f"truncated is {row['truncated']}, and the batch has {is_cut}"
+            )
         groups = {int(own["group_ids"]) for own in others}
         expect(groups == {row["group"]}, ROWS, place, f"its rows in the batch are of the groups {sorted(groups)}")
         known = [sequence["advantages"] for sequence in sequences]

@@ -1,4 +1,4 @@
-"""What a run has kept of its steps: its folder, or a bundle of one step (`bundle.py`), which is laid out like a folder."""
+"""The steps that a run has kept: its folder, or a bundle of one step (`bundle.py`), which is laid out like a folder."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ from rlite.trainer.run.resume import STARTED
 
 BUNDLE, BATCHES, MADE = "bundle.json", "batches", "made."
 """files of a bundle: its facts, and the folder of its batches; beginning of the names of what a step has made"""
+
+
+def columns_of(batch: TensorDict) -> dict[str, Tensor]:
+    """Return the tensors of a batch by key."""
+    return {str(key): value for key, value in batch.items() if isinstance(value, Tensor)}
 
 
 class Source:
@@ -104,7 +109,7 @@ class Source:
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def checkpoint_before(self, step: int) -> Path | None:
-        """Return the newest checkpoint before a step; None if the step follows from the model that the run began with."""
+        """Return the newest checkpoint before a step; None if the run began with its model."""
         earlier = [own for own in self._checkpoints if own < step]
         return self._checkpoints[max(earlier)] if earlier else None
 
@@ -203,7 +208,9 @@ class Source:
         for path in filter(None, [data.map, *(each.map for each in data.mixture.values())]):
             file = Path(path.rpartition(":")[0]).expanduser().resolve()
             if self._code is None or file != Path(self._code).expanduser().resolve():
-                raise ConfigError(f"data.map={path}: the rows pass through this function; name its file: --code FILE.py")
+                raise ConfigError(
+                    f"data.map={path}: the rows pass through this function; name its file: --code FILE.py"
+                )
         facts = verify(self._checkpoints[step]) if step else {}
         config_time = datetime.fromtimestamp((self.folder / "config.yaml").stat().st_mtime)
         started = datetime.fromisoformat(facts[STARTED]) if STARTED in facts else config_time

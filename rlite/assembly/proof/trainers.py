@@ -37,14 +37,29 @@ ONE_DEVICE = {"launcher": "inprocess", "num_devices": 1}
 ALONE = ("ddp_size", "tp_size", "sp_size", "ep_size")
 """sizes of a layout, which are 1 on one device"""
 NO_OBSERVERS: Mapping[str, Any] = {
-    **{"sinks": [], "use_wandb": False, "callbacks": [], "best_metric": None, "best_is_highest": None},
-    **{"stop_at": {}, "trace": False, "trace_steps": [], "overwrite": False},
+    "sinks": [],
+    "use_wandb": False,
+    "callbacks": [],
+    "best_metric": None,
+    "best_is_highest": None,
+    "stop_at": {},
+    "trace": False,
+    "trace_steps": [],
+    "overwrite": False,
 }
 """options of a run that have no part in its steps"""
 IN_TURNS = {"evaluate": "in_turns", "evaluation_devices": None, "max_recoveries": 0}
 ROLLOUTS: Mapping[str, Any] = {
-    **{"executor": "torch", "executor_options": {}, "tp_size": 1, "num_devices": None, "max_head_offpolicyness": 0},
-    **{"env_path": None, "env_config": {}, "workflow": None, "max_turns": 1, "speculation": False},
+    "executor": "torch",
+    "executor_options": {},
+    "tp_size": 1,
+    "num_devices": None,
+    "max_head_offpolicyness": 0,
+    "env_path": None,
+    "env_config": {},
+    "workflow": None,
+    "max_turns": 1,
+    "speculation": False,
 }
 """options of rollouts, which are not generated again"""
 
@@ -179,7 +194,7 @@ class RecordedWorkflow(RolloutWorkflow):
         self.gconfig, self.num_seats = gconfig, num_seats
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
-        """Drop the item; no item is asked."""
+        """Return None: no item is asked."""
         return None
 
 
@@ -300,7 +315,7 @@ def _rows_like(batch: TensorDict, num_items: int) -> TokenRows:
         source=np.arange(num_items),
         rows_per_item=per_item,
         per_row={
-            str(key): np.resize(value[:per_item].numpy(), (num_items * per_item, *value.shape[1:]))
+            str(key): np.resize(torch.as_tensor(value[:per_item]).numpy(), (num_items * per_item, *value.shape[1:]))
             for key, value in batch.items()
             if key not in known
         },

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlite.batch import KEYS
 from rlite.errors import DataError
-from rlite.services.record.files import BATCH_ROWS, TRAIN
+from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader
 
 FROM_COLUMNS = {"input_ids": "ids", "loss_mask": "mask", "versions": "versions", "logprobs": "logprobs"}

@@ -169,7 +169,9 @@ class ChainWriter:
 
     def _checkpoints(self) -> dict[str, str]:
         """Return the hashes of the manifests, which have those of all files of a checkpoint."""
-        return hash_files((path.parent.name, path) for path in sorted((self._folder / "state").glob(f"step-*/{MANIFEST}")))
+        return hash_files(
+            (path.parent.name, path) for path in sorted((self._folder / "state").glob(f"step-*/{MANIFEST}"))
+        )
 
     def _models(self) -> dict[str, str]:
         paths = [path for name in ("latest", "best", "*_latest") for path in self._folder.glob(f"{name}/*")]

@@ -27,7 +27,16 @@ from rlite.errors import DataError
 from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.child import printable
 from rlite.runtime.sandbox.pool import shared_pool
-from rlite.services.record.files import BATCH_ROWS, NOT_NULL, ROWS, TOKENS, VERSION, VERSION_KEY, RecordFile, record_files
+from rlite.services.record.files import (
+    BATCH_ROWS,
+    NOT_NULL,
+    ROWS,
+    TOKENS,
+    VERSION,
+    VERSION_KEY,
+    RecordFile,
+    record_files,
+)
 
 LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""

@@ -124,7 +124,7 @@ class TrainedBatch:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._columns = {name: as_array(batch[key].float()) for key, name in TRAINED.items() if key in batch}
         self._loss_mask = as_array(batch["loss_mask"].bool())
-        self._others = {str(key): batch[key].cpu() for key in batch.keys() if key not in IN_COLUMNS}
+        self._others = {key: batch[key].cpu() for key in map(str, batch.keys()) if key not in IN_COLUMNS}
         self._is_skipped = as_array(batch["is_skipped"]) if "is_skipped" in batch else np.zeros(len(batch), dtype=bool)
         groups = batch["group_ids"].tolist()
         sequences = batch["sequence_index"].tolist() if "sequence_index" in batch else [0] * len(groups)
@@ -264,7 +264,10 @@ def make_tables(
                 made["status"], made["reason"] = trained.status(key["group"], key["sample"])
             rows.append(made)
             tokens += own
-    return {"rows": pa.Table.from_pylist(rows, schema=ROWS), "tokens": pa.Table.from_pylist(tokens, schema=WRITTEN_TOKENS)}
+    return {
+        "rows": pa.Table.from_pylist(rows, schema=ROWS),
+        "tokens": pa.Table.from_pylist(tokens, schema=WRITTEN_TOKENS),
+    }
 
 
 def _read(
