@@ -279,7 +279,7 @@ def read_file_part(part: Part) -> Rows:
                 break
     except FileNotFoundError:
         raise
-    except (OSError, pa.ArrowException, KeyError, MemoryError) as error:
+    except (OSError, pa.ArrowException, KeyError, MemoryError, UnicodeDecodeError) as error:
         reason = "it takes too much memory" if isinstance(error, MemoryError) else str(error).partition("\n")[0]
         raise DataError(f"cannot be read: {reason}") from error
     return pa.concat_tables(tables), end if end < len(groups) else None

@@ -1,0 +1,270 @@
+"""Replay and audit of runs: steps are made again bit for bit, and what contradicts the record is found."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+import rlite
+from rlite import config
+from rlite.assembly.proof import audit as auditing
+from rlite.assembly.proof import replay as replaying
+from rlite.assembly.proof.bundle import unpack, without_secrets
+from rlite.assembly.proof.options import AuditConfig, ReplayConfig
+from rlite.errors import ConfigError, DataError
+from rlite.services.record.chain import read_chain
+from tests.mixtures import build_mixture_dir
+from tests.tiny import build_model_dir
+
+REWARD = """
+def score(prompt, completions, answer, **row):
+    return sum(character in answer for character in completions) + 0.1 * len(completions)
+"""
+SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [{"prompt": row["prompt"], "response": row["answer"]} for row in SUMS],
+    "dpo": [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} for row in SUMS],
+    "rl": SUMS,
+}
+ROLLOUTS: dict[str, Any] = {
+    "train_data.prompts_per_rollout": 3,
+    "train_data.responses_per_prompt": 3,
+    "rollout.train_sampling_params.max_new_tokens": 8,
+    "trainer.record": "all",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {"data.batch_size": 4},
+    "dpo": {"data.batch_size": 4, "actor.lora": {"rank": 4}},
+    "grpo": ROLLOUTS | {"actor.update_per_rollout": 2},
+    "ppo": ROLLOUTS | {"adv.estimator": "gae", "kl.type": "reward"},
+    "lora": ROLLOUTS | {"actor.lora": {"rank": 4}},
+    "mixture": ROLLOUTS,
+}
+
+
+def train(folder: Path, kind: str, steps: int, **options: Any) -> Path:
+    """Return the folder of a run whose rows, reward and model are files."""
+    name = {"lora": "grpo", "mixture": "grpo"}.get(kind, kind)
+    is_rl = name in ("grpo", "ppo")
+    model, data, code = folder / "model", folder / f"{kind}.jsonl", folder / "score.py"
+    if not model.exists():
+        if kind == "mixture":
+            build_mixture_dir(model, "qwen3_moe")
+        else:
+            build_model_dir(model, "qwen3", hidden=64)
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS["rl" if is_rl else name]))
+    code.write_text(REWARD)
+    given: dict[str, Any] = {"actor.model_name": str(model), "actor.lr": 1e-3, "trainer.save_dir": str(folder / kind)}
+    given |= {"train_data.path" if is_rl else "data.path": str(data), "trainer.save_freq": 100}
+    given |= {"reward.path": f"{code}:score", "trainer.total_steps": steps} if is_rl else {"trainer.n_epochs": 1}
+    entry = rlite.assembly.trainers.TRAINERS[name].find_trainer()  # type: ignore[attr-defined]
+    entry.train(config.load(entry.config_class, [], given=given | KINDS[kind] | options))
+    return folder / kind
+
+
+def replayed(run: Path, step: int, **options: Any) -> replaying.Replay:
+    """Return the result of a replay."""
+    given = ReplayConfig(run=str(run), **options)
+    with replaying.open_source(given) as source, replaying.replaying(source, step, given) as (trainer, result):
+        replaying.replay(source, trainer, step, result, given)
+    return result
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps with checkpoints after the third and the sixth, which was stopped between them and resumed."""
+    folder = tmp_path_factory.mktemp("grpo")
+    how: dict[str, Any] = {"trainer.save_freq": 3, "trainer.keep": 9, "actor.update_per_rollout": 1}
+    train(folder, "grpo", 3, **how)
+    return train(folder, "grpo", 6, **how)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "ppo", pytest.param("mixture", marks=pytest.mark.nightly)])
+def test_every_step_is_made_again_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    steps = 7 if kind in ("sft", "dpo") else 3
+    result = replayed(train(tmp_path, kind, steps), steps)
+    assert [step.step for step in result.steps] == list(range(1, steps + 1))
+    assert {step.verdict for step in result.steps} == {"equal"}
+    compared = {each.name for each in result.steps[-1].comparisons}
+    assert {"loss", "grad_norm", "weights", "optimizer state"} <= compared
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_twenty_steps_are_made_again_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    own = {"data.batch_size": 5, "trainer.n_epochs": 4} if kind in ("sft", "dpo") else {}
+    result = replayed(train(tmp_path, kind, 20, **own), 20)
+    assert len(result.steps) == 20
+    assert {step.verdict for step in result.steps} == {"equal"}
+
+
+def test_a_step_begins_from_the_newest_checkpoint_before_it(grpo: Path) -> None:
+    result = replayed(grpo, 6)
+    assert [step.step for step in result.steps] == [4, 5, 6]
+    assert "step-3" in result.start
+    assert {step.verdict for step in result.steps} == {"equal"}
+
+
+def test_a_changed_value_is_named_with_its_place(grpo: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(grpo, run)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    line = json.loads(lines[4])
+    lines[4] = json.dumps(line | {"grad_norm": line["grad_norm"] * 1.01})
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    verdicts = [step.verdict for step in replayed(run, 6).steps]
+    assert verdicts == ["equal", "differs", "equal"]
+
+
+def test_a_bundle_is_opened_without_the_run(grpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "step.zip"
+    replaying.main([str(grpo), "--step", "5", "--bundle", str(bundle), "--with-data", "--with-weights"])
+    hidden = grpo.rename(grpo.with_name("hidden"))
+    try:
+        replaying.main([str(bundle), "--result", str(tmp_path / "result.json")])
+    finally:
+        hidden.rename(grpo)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [(step["step"], step["verdict"]) for step in result["steps"]] == [(4, "equal"), (5, "equal")]
+
+
+def test_a_bundle_without_data_has_no_tokens_and_no_prompts(grpo: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "step.zip"
+    replaying.main([str(grpo), "--step", "5", "--bundle", str(bundle)])
+    with zipfile.ZipFile(bundle) as file:
+        content = b"".join(file.read(name) for name in file.namelist())
+        assert not any(name.startswith(("batches/", "state/", "models/")) for name in file.namelist())
+    assert b"+3=" not in content
+    with pytest.raises(ConfigError, match="weights=RUN"):
+        replaying.main([str(bundle)])
+    with pytest.raises(DataError, match="no tokens of step 4"):
+        replaying.main([str(bundle), f"weights={grpo}"])
+    with pytest.raises(ConfigError, match="add --with-data"):
+        replaying.main([str(grpo), "--bundle", str(bundle), "--with-weights"])
+
+
+def hostile(name: str, mode: int = 0o644) -> bytes:
+    stream, entry = io.BytesIO(), zipfile.ZipInfo(name)
+    entry.external_attr = mode << 16
+    with zipfile.ZipFile(stream, "w") as file:
+        file.writestr(entry, "/etc/passwd")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(hostile(name) for name in ("../out", "/out", "a/../../out", "a\\..\\out", "a b", "folder/")),
+        *(hostile("link", 0o120777), b"no zip", hostile("config.yaml")[:-30]),
+    ],
+)
+def test_a_hostile_bundle_is_refused_before_anything_is_written_beside_it(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "bundle.zip").write_bytes(content)
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    with pytest.raises(DataError, match=r"bundle\.zip"):
+        unpack(tmp_path / "bundle.zip", inside)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle.zip", "inside"]
+    assert not any(inside.iterdir())
+
+
+def test_a_bundle_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "planted-secret-1")
+    tree = {
+        "judge": {"url": "https://me:planted-2@host/v1", "api_key": "planted-3"},
+        "texts": ["the key is planted-secret-1", "plain"],
+        "data": {"end_token": "keep"},
+    }
+    clean = without_secrets(tree)
+    assert "planted" not in json.dumps(clean)
+    assert clean["data"] == {"end_token": "keep"}
+    assert clean["texts"][1] == "plain"
+
+
+def found_in(run: Path, **options: Any) -> list[str]:
+    return [f"{place}: {problem}" for place, problem in auditing.audit(AuditConfig(run=str(run), **options)).found]
+
+
+def test_an_untouched_run_that_was_resumed_passes(grpo: Path) -> None:
+    findings = auditing.audit(AuditConfig(run=str(grpo), code=str(grpo.parent / "score.py")))
+    assert findings.found == []
+    assert findings.notes == []
+    checked = {auditing.ADVANTAGES, auditing.LOSSES, auditing.METRICS, auditing.REPLAYED, auditing.HASHES, "rewards"}
+    assert checked <= findings.checked.keys()
+    chain = read_chain(grpo)
+    assert chain is not None
+    kinds = [json.loads(line)["kind"] for line in (grpo / "chain.jsonl").read_text().splitlines()]
+    assert kinds == ["start", "save", "end", "resume", "save", "end"]
+
+
+def edit(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pq.write_table(type(table).from_pylist(rows, schema=table.schema), path)
+
+
+def set_reward(rows: list[dict[str, Any]]) -> None:
+    rows[4]["reward"] += 0.5
+
+
+def remove(rows: list[dict[str, Any]]) -> None:
+    del rows[4]
+
+
+def double(rows: list[dict[str, Any]]) -> None:
+    rows.append(dict(rows[4]))
+
+
+def age(rows: list[dict[str, Any]]) -> None:
+    rows[4]["versions"] = [version - 1 if version > 0 else version for version in rows[4]["versions"]]
+
+
+def set_advantage(rows: list[dict[str, Any]]) -> None:
+    rows[4]["advantages"][-1] += 0.25
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("rows", set_reward, "reward"),
+        ("rows", remove, "a group has 3"),
+        ("rows", double, "has 2 rows"),
+        ("tokens", age, "version_min"),
+        ("tokens", set_advantage, "advantage"),
+    ],
+)
+def test_a_contradiction_is_found_although_all_hashes_fit(
+    grpo: Path, tmp_path: Path, kind: str, change: Callable[[list[dict[str, Any]]], None], told: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(grpo, run)
+    file = run / "record" / f"train-00000004.{kind}.parquet"
+    edit(file, change)
+    (run / "chain.jsonl").unlink()
+    found = found_in(run, replay="none")
+    assert any(told in each and "step 4" in each for each in found), found
+    shutil.copy(grpo / "chain.jsonl", run / "chain.jsonl")
+    assert any(each.startswith(f"record/{file.name}: its hash") for each in found_in(run, replay="none"))
+
+
+def test_a_run_without_a_record_says_which_option_would_have_kept_it(tmp_path: Path) -> None:
+    run = train(tmp_path, "grpo", 1, **{"trainer.record": "none"})
+    with pytest.raises(DataError, match=r"trainer\.record=all"):
+        replayed(run, 1)
+    findings = auditing.audit(AuditConfig(run=str(run)))
+    assert findings.found == []
+    assert any("kept no record" in note for note in findings.notes)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no config.yaml"):
+        replaying.main([str(tmp_path)])
