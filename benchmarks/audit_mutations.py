@@ -39,6 +39,9 @@ from rlite.services.record.chain import ChainWriter, read_chain
 
 EXEMPT = ("seconds", "tokens_per_second", "memory", "mfu", "sync_", "rollout/num", "lag_steps", "usage", "step")
 """metrics that nothing else implies"""
+UNKNOWN = ("item", "data", "answer", "reason", "failed_attempts", "redrawn", "ended", "events")
+UNKNOWN += ("seconds_queue", "seconds_generate", "seconds_environment", "seconds_reward")
+"""columns that nothing else implies"""
 REWARD = """
 def score(prompt, completions, answer, **row):
     return sum(character in answer for character in completions) + 0.1 * len(completions)
@@ -113,11 +116,13 @@ class Mutation:
         content[place] ^= 1 << self.random.randrange(8)
         path.write_bytes(content)
         try:
-            if pq.read_table(path).equals(before):
-                return f"{path.name}: byte {place} (the content is the same)"
+            after = pq.read_table(path)
+            changed = [name for name in before.column_names if not after[name].equals(before[name])]
         except Exception:  # any damage that a reader of Parquet finds
-            pass
-        return f"{path.name}: byte {place}"
+            return f"{path.name}: byte {place}"
+        told = ", ".join(changed)
+        counts = any(name not in UNKNOWN for name in changed)
+        return f"{path.name}: byte {place}, in {told}{'' if counts else ' (the content is the same)'}"
 
     def _amount(self) -> float:
         return self.random.choice([-1, 1]) * self.random.choice([0.01, 0.1, 1.0])

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from rlite.errors import DataError
 from rlite.evaluation.statistics import clustered_errors, wrong_score
 from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
-from rlite.viewer.run import ViewedRun
+from rlite.viewer.run import ViewedRun, read_audit
 from rlite.viewer.trace import timeline
 from rlite.yaml_texts import flat
 
@@ -559,7 +559,8 @@ def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     kinds = _amounts(lost, "kind")
     numbers = {"rollouts": table.num_rows, "lost": lost.num_rows, "num_kinds": kinds.num_rows}
     statuses = {"statuses": _statuses(table), "by_step": statuses_by_step(table)}
-    return {**numbers, **statuses, "kinds": _with_steps(kinds.slice(0, MAX_KINDS))}
+    kinds_shown = _with_steps(kinds.slice(0, MAX_KINDS))
+    return {**numbers, **statuses, "kinds": kinds_shown, "audit": read_audit(run.folder)}
 
 
 def _ledger_reasons(run: ViewedRun, query: Query) -> dict[str, Any]:

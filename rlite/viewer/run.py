@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -38,6 +39,23 @@ UNFINISHED = (
 RESULTS = "results.json"
 MAX_RESULTS = 64 << 20
 """bytes of a file that are read; a longer one is no JSON"""
+
+
+AUDIT = "audit.json"
+MAX_SHOWN = 200
+"""contradictions of an audit that a page shows"""
+
+
+def read_audit(folder: Path) -> dict[str, Any] | None:
+    """Return what `rlite audit` has found in a run; None if it has not been run, or its file cannot be read."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        with files.reading(folder / AUDIT, folder) as file:
+            content = json.loads(file.read(MAX_RESULTS))
+        found = [[str(own["place"])[:500], str(own["problem"])[:500]] for own in content["found"]]
+        checked = {str(name): int(count) for name, count in content["checked"].items()}
+        notes = [str(note)[:500] for note in content["not_checked"][:MAX_SHOWN]]
+        return {"found": found[:MAX_SHOWN], "number": len(found), "checked": checked, "notes": notes}
+    return None
 
 
 COMPARED = ("first", "second", "difference", "low", "high", "p_value")

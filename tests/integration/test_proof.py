@@ -268,3 +268,27 @@ def test_a_run_without_a_record_says_which_option_would_have_kept_it(tmp_path: P
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no config.yaml"):
         replaying.main([str(tmp_path)])
+
+
+@pytest.mark.nightly
+def test_a_run_that_was_ahead_and_interrupted_is_made_again(tmp_path: Path) -> None:
+    ahead = {"rollout.max_head_offpolicyness": 2, "num_devices": 2, "launcher": "ray", "trainer.save_freq": 5}
+    train(tmp_path, "grpo", 10, **ahead, **{"actor.update_per_rollout": 1})
+    run = train(tmp_path, "grpo", 20, **ahead, **{"actor.update_per_rollout": 1, "trainer.keep": 9})
+    result = replayed(run, 20)
+    assert {step.verdict for step in result.steps} == {"equal"}
+    assert [step.step for step in result.steps] == list(range(16, 21))
+    assert found_in(run) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_run_of_two_ranks_is_made_again_in_one_process(kind: str, tmp_path: Path) -> None:
+    own = {"data.batch_size": 5, "trainer.n_epochs": 4} if kind == "sft" else {}
+    run = train(tmp_path, kind, 20, **own, **{"num_devices": 2, "launcher": "ray"})
+    result = replayed(run, 20)
+    assert all(step.verdict != "differs" for step in result.steps)
+    weights = [each for each in result.steps[-1].comparisons if each.name == "weights"]
+    assert weights[0].difference <= 1e-6
+    own_layout = replayed(run, 20, layout="own")
+    assert {step.verdict for step in own_layout.steps} == {"equal"}

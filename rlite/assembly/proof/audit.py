@@ -28,7 +28,7 @@ from rlite.assembly.proof.findings import Findings
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
 from rlite.assembly.proof.replay import Replay, replay, replaying
 from rlite.assembly.proof.rewards import check_rewards
-from rlite.assembly.proof.rollouts import IN_BATCH, RolloutChecks
+from rlite.assembly.proof.rollouts import IN_BATCH, RolloutChecks, SequenceChecks, place_of
 from rlite.assembly.proof.source import Source, columns_of
 from rlite.assembly.proof.trainers import RecordedWorkflow
 from rlite.assembly.rl import PartsMaker
@@ -51,7 +51,7 @@ from rlite.trainer.run.checkpoints import steps_of
 RESULT = "audit.json"
 """file in the run's folder that the viewer shows"""
 HASHES, ADVANTAGES, LOSSES, METRICS = "hashes", "advantages", "losses and their metrics", "metrics of rollouts"
-EVALUATIONS, REPLAYED = "metrics of evaluations", "steps made again"
+EVALUATIONS, REPLAYED, FILES = "metrics of evaluations", "steps made again", "files of the record"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ def audit(options: AuditConfig) -> Findings:
         check_chain(source, chain, findings)
         if source.run.is_rl:
             RlAudit(source, findings, options).check()
-        check_evaluations(source, findings)
+        check_evaluations(source, findings, texts_of(source, findings))
         if options.replay == "checkpoints":
             check_replay(source, findings, options, is_exact=source.is_one_device and is_same_machine(chain))
         else:
@@ -169,7 +169,7 @@ class RlAudit:
             return
         for gap in read_gaps(self._source.folder):
             self._findings.note(f"record: {gap}")
-        checks = self._checks()
+        checks, sequences = self._checks()
         steps = sorted(set(self._reader.table(TRAIN)["step"].to_pylist()))
         logged = sorted(step for step in self._source.logged_steps if step > 0)
         for step in steps:
@@ -177,28 +177,24 @@ class RlAudit:
             if logged and step > logged[-1] and not any(row["status"] in IN_BATCH for row in rows):
                 continue  # what was under way when the run ended
             checks.rows(step, rows)
-            self._tokens(step, rows, checks)
+            self._tokens(step, rows, sequences)
             self._step(step, rows)
         missing = [step for step in logged if step not in steps]
         if not read_gaps(self._source.folder):
             for step in missing:
                 self._findings.expect(False, "steps of the record", "record", f"there are no rollouts of step {step}")
         for name, text in self._reader.problems.items():
-            self._findings.expect(False, "files of the record", f"record/{name}", text)
+            self._findings.expect(False, FILES, f"record/{name}", text)
 
-    def _checks(self) -> RolloutChecks:
+    def _checks(self) -> tuple[RolloutChecks, SequenceChecks]:
         saved, own = self._source.run.saved, self._own
         weights = {name or "reward": reward.weight for name, reward in own.reward.items()}
         weights = weights if len(weights) > 1 else {}
-        try:
-            texts = TokenTexts(load_tokenizer(own.actor.model_name))
-        except RliteError as error:
-            texts = None
-            self._findings.note(f"texts are not compared with tokens: {error}")
+        texts = texts_of(self._source, self._findings)
         bound = int(saved["rollout"].get("max_head_offpolicyness") or 0)
-        return RolloutChecks(self._findings, own, weights, texts, bound)
+        return RolloutChecks(self._findings, own, weights, bound), SequenceChecks(self._findings, texts)
 
-    def _tokens(self, step: int, rows: Sequence[Mapping[str, Any]], checks: RolloutChecks) -> None:
+    def _tokens(self, step: int, rows: Sequence[Mapping[str, Any]], checks: SequenceChecks) -> None:
         sequences: dict[tuple[int, int], list[dict[str, Any]]] = {}
         others = {self._key(row): row.get("others") for row in self._reader.batch_rows(step)}
         for sequence in self._reader.tokens(TRAIN, step):
@@ -226,7 +222,7 @@ class RlAudit:
         if line is not None and trained:
             mean = torch.tensor([row["reward"] for row in trained if row["reward"] is not None]).double().mean()
             self._metric(step, line, "reward_trained", mean.item())
-            if self._is_in_turns or all(row["status"] in IN_BATCH for row in rows):
+            if self._is_in_turns or self._source.is_complete(step):
                 for name, value in metrics_of_rows(rows).items():
                     self._metric(step, line, name, value)
         try:
@@ -323,14 +319,30 @@ def metrics_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not made:
         return {}
     generated.add(TensorDict(columns, batch_size=[len(made)]))
-    return generated.metrics()
+    filtered = {row["group"] for row in rows if row["status"] == "filtered"}
+    rewards: dict[int, set[float]] = {}
+    for row in made:
+        if row["status"] in IN_BATCH:
+            rewards.setdefault(row["group"], set()).add(row["reward"])
+    num_uniform = sum(len(own) == 1 for own in rewards.values())
+    return {**generated.metrics(), "num_filtered": len(filtered), "num_unreplaced": num_uniform}
 
 
 _READ_BY_ADVANTAGES = ("values", "ref_logprobs", "old_logprobs", "full_old_logprobs")
 
 
-def check_evaluations(source: Source, findings: Findings) -> None:
+def texts_of(source: Source, findings: Findings) -> TokenTexts | None:
+    """Return what decodes the tokens of a run; None if its tokenizer is not there."""
+    try:
+        return TokenTexts(load_tokenizer(source.run.saved["actor"]["model_name"]))
+    except (RliteError, KeyError, TypeError) as error:
+        findings.note(f"texts are not compared with tokens: {error}")
+        return None
+
+
+def check_evaluations(source: Source, findings: Findings, texts: TokenTexts | None) -> None:
     """Compute the metrics of evaluations again from their rows, with their standard errors."""
+    checks = SequenceChecks(findings, texts)
     reader = RecordReader(source.folder)
     reader.refresh()
     for name in reader.sources:
@@ -341,6 +353,11 @@ def check_evaluations(source: Source, findings: Findings) -> None:
             rows = reader.rollouts(name, step)
             samples = [Sample.of_row({**row, "item": str(row["group"])}) for row in rows]
             line = source.evaluated(step)
+            for row in rows:
+                checks.tokens(row, reader.tokens(name, step, (row["group"], row["sample"])))
+                is_one = row["version_min"] in (None, step) and row["version_max"] in (None, step)
+                place = f"{own}: {place_of(row)}"
+                findings.expect(is_one, EVALUATIONS, place, f"tokens of other policy versions than {step}")
             try:
                 found = summary(samples, source.samples_of(own))
             except DataError as error:
@@ -350,6 +367,8 @@ def check_evaluations(source: Source, findings: Findings) -> None:
                 if key in line:
                     place = f"metrics.jsonl, evaluation {own} after step {step}"
                     findings.expect_near(compare_numbers(key, line[key], value), EVALUATIONS, place)
+    for name, text in reader.problems.items():
+        findings.expect(False, FILES, f"record/{name}", text)
 
 
 def is_same_machine(chain: Folded | None) -> bool:
@@ -382,7 +401,10 @@ def check_replay(source: Source, findings: Findings, options: AuditConfig, is_ex
         try:
             with replaying(source, end, own) as (trainer, result):
                 replay(source, trainer, end, result, own)
-        except (DataError, ConfigError, CheckpointError) as error:
+        except CheckpointError as error:
+            findings.expect(False, REPLAYED, f"state/step-{end}", str(error))
+            continue
+        except (DataError, ConfigError) as error:
             findings.note(f"the steps up to {end} are not made again: {error}")
             continue
         _take(result, findings, is_exact)

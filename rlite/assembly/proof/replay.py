@@ -143,7 +143,7 @@ def replay(source: Source, trainer: RecordedSteps, last: int, result: Replay, op
     """
     is_own = options.layout == "own" or source.is_one_device
     for step in range(trainer.trainer.run.step + 1, last + 1):
-        batch = source.batch(step, trainer.trainer.options)
+        batch = source.batch(step, trainer.options)
         learnt, metrics = trainer.step(batch)
         found = ReplayedStep(step, _compare_columns(source, step, learnt))
         logged = source.metrics(step)
@@ -257,9 +257,9 @@ def show_rows(
         ConfigError: the step has no such rows.
     """
     for earlier in range(trainer.trainer.run.step + 1, step):
-        trainer.step(source.batch(earlier, trainer.trainer.options))
+        trainer.step(source.batch(earlier, trainer.options))
     engine = trainer.engines[""]
-    batch = trainer.before_update(source.batch(step, trainer.trainer.options))
+    batch = trainer.before_update(source.batch(step, trainer.options))
     loss = trainer.trainer.loss
     if options.group is not None:
         key = next((name for name in ("group_ids", "pair_ids") if name in batch), None)

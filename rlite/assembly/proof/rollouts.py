@@ -27,13 +27,12 @@ def place_of(row: Row) -> str:
 
 
 class RolloutChecks:
-    """Checks rows of the record, step by step.
+    """Checks rows of the record of training, step by step.
 
     Args:
         findings: takes contradictions.
         options: the options of the run.
         weights: weights of the parts of the reward by name; {} if they are not known.
-        texts: decodes tokens; None if there is no tokenizer.
         max_staleness: the bound on the age of tokens, in updates.
     """
 
@@ -42,10 +41,9 @@ class RolloutChecks:
         findings: Findings,
         options: PpoConfig,
         weights: Mapping[str, float],
-        texts: TokenTexts | None,
         max_staleness: int,
     ) -> None:
-        self._findings, self._options, self._weights, self._texts = findings, options, weights, texts
+        self._findings, self._options, self._weights = findings, options, weights
         self._max_staleness = max_staleness
         self._step_of: dict[tuple[int, int], int] = {}
 
@@ -111,6 +109,18 @@ class RolloutChecks:
         is_sum = math.isclose(total, row["reward"], rel_tol=1e-5, abs_tol=1e-5)
         told = f"reward {row['reward']:.9g}, and the weighted sum of its parts is {total:.9g}"
         self._findings.expect(is_sum, "parts of rewards", place, told)
+
+
+class SequenceChecks:
+    """Checks recorded sequences against each other, and against the rows of their rollouts.
+
+    Args:
+        findings: takes contradictions.
+        texts: decodes tokens; None if there is no tokenizer.
+    """
+
+    def __init__(self, findings: Findings, texts: TokenTexts | None) -> None:
+        self._findings, self._texts = findings, texts
 
     def tokens(self, row: Row, sequences: Sequence[Row]) -> None:
         """Check the sequences of one rollout against its row, and against each other."""

@@ -139,6 +139,8 @@ class Source:
             return bool(self.bundle["complete"].get(str(step)))
         if not self.run.is_rl:
             return True
+        if (self.metrics(step) or {}).get("num_filtered"):
+            return False  # rollouts ahead of training: groups that a filter refused have rows in other steps
         reader = RecordReader(self.folder)
         reader.refresh()
         return all(row["status"] in ("trained", "skipped") for row in reader.rollouts(TRAIN, step))

@@ -209,15 +209,16 @@ class RecordedSteps:
     """
 
     def __init__(self, run: RunOfTrainer, options: LaunchOptions, total_steps: int, example: TensorDict) -> None:
-        self._is_rl = isinstance(options, PpoConfig)
+        self.options, self._is_rl = options, isinstance(options, PpoConfig)
         kind = _without_sync(run.entry.find_trainer()) if self._is_rl else run.entry.find_trainer()
         if isinstance(options, PpoConfig):
             seats = int(example["seat_ids"].max()) + 1 if "seat_ids" in example else 1
             workflow = RecordedWorkflow(options.rollout.train_sampling_params.gconfig(), seats)
             self.trainer = kind(options, workflow, [{"prompt": RECORDED}] * options.train_data.prompts_per_rollout)
         else:
-            rows = _rows_like(example, total_steps * options.data.batch_size)  # type: ignore[attr-defined]
-            self.trainer = kind(options, rows)
+            own: Any = options  # one epoch of as many steps as all epochs had
+            own = own.replace(trainer=own.trainer.replace(n_epochs=1))
+            self.trainer = kind(own, _rows_like(example, total_steps * own.data.batch_size))
 
     @property
     def engines(self) -> dict[str, RliteTrainEngine]:

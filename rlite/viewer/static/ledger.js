@@ -23,7 +23,7 @@ export async function render(parameters, app) {
   if (missing) return missing;
   const news = new News("ledger", { app, run, source, about });
   const reasons = new Reasons({ run, source, app });
-  const [count, shares, curves] = [h("strong"), h("div", { class: "contents" }), h("div", { class: "contents" })];
+  const [count, shares, curves, audit] = [h("strong"), h("div", { class: "contents" }), h("div", { class: "contents" }), h("div", { class: "contents" })];
   const go = (changes) => app.go("ledger", { run, source, ...changes }, { replace: true });
   const choices = h("div", { class: "toolbar" },
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "" })),
@@ -35,18 +35,30 @@ export async function render(parameters, app) {
     fill(shares, totals(ledger));
     renewCharts(curves, [chart(source, ledger)].filter(Boolean));
     reasons.draw(ledger);
+    fill(audit, audited(ledger.audit));
   };
   await draw();
   const renew = () => {
     news.tell();
     return draw().catch(() => {});
   };
-  return { body: h("div", { class: "page" }, choices, shares, curves, reasons.box), renew };
+  return { body: h("div", { class: "page" }, choices, shares, curves, reasons.box, audit), renew };
 }
 
 function summary({ lost, rollouts }, source) {
   const use = source === "train" ? "trained on" : "counted";
   return lost ? `${number(lost)} of ${number(rollouts)} rollouts were not ${use} (${percent(lost, rollouts)})` : `All ${number(rollouts)} rollouts were ${use}`;
+}
+
+// What `rlite audit` has found; nothing if it was not run.
+function audited(audit) {
+  if (!audit) return null;
+  const checks = Object.entries(audit.checked).map(([name, count]) => `${number(count)} ${name}`).join(", ");
+  const found = audit.found.map(([place, problem]) => h("li", {}, h("b", {}, place), ` ${problem}`));
+  const verdict = audit.number ? `${number(audit.number)} contradictions` : "Nothing contradicts what the rest implies.";
+  const rest = audit.number > found.length && h("p", { class: "note" }, `the first ${number(found.length)} are shown`);
+  const notes = audit.notes.length > 0 && h("ul", { class: "note" }, audit.notes.map((note) => h("li", {}, `not checked: ${note}`)));
+  return card("Audit", h("strong", {}, verdict), h("p", { class: "note" }, `checked: ${checks}`), found.length > 0 && h("ul", {}, found), rest, notes);
 }
 
 function totals({ statuses, rollouts }) {
