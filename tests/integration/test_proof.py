@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rlite
-from rlite import config
+from rlite import cli, config
 from rlite.assembly.proof import audit as auditing
 from rlite.assembly.proof import replay as replaying
 from rlite.assembly.proof.bundle import unpack, without_secrets
@@ -265,8 +265,24 @@ def test_a_run_without_a_record_says_which_option_would_have_kept_it(tmp_path: P
     assert any("kept no record" in note for note in findings.notes)
 
 
+def test_the_commands_of_the_page_work(grpo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
+    commands = [line.split("#")[0].split() for line in page.split("```bash")[1].split("```")[0].splitlines() if line]
+    assert len(commands) == 5
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(grpo, "runs/grpo")
+    group = pq.read_table("runs/grpo/record/train-00000005.tokens.parquet")["group"][0].as_py()
+    for command in commands:
+        given = [
+            str(group) if before == "--group" else text for before, text in zip(["", *command], command, strict=False)
+        ]
+        monkeypatch.setattr("sys.argv", given)
+        cli.main()
+    assert json.loads(Path("runs/grpo/audit.json").read_text())["passed"]
+
+
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no config.yaml"):
+    with pytest.raises(ConfigError, match=r"there is no config\.yaml"):
         replaying.main([str(tmp_path)])
 
 
@@ -285,7 +301,7 @@ def test_a_run_that_was_ahead_and_interrupted_is_made_again(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_a_run_of_two_ranks_is_made_again_in_one_process(kind: str, tmp_path: Path) -> None:
     own = {"data.batch_size": 5, "trainer.n_epochs": 4} if kind == "sft" else {}
-    run = train(tmp_path, kind, 20, **own, **{"num_devices": 2, "launcher": "ray"})
+    run = train(tmp_path, kind, 20, **own, num_devices=2, launcher="ray")
     result = replayed(run, 20)
     assert all(step.verdict != "differs" for step in result.steps)
     weights = [each for each in result.steps[-1].comparisons if each.name == "weights"]
