@@ -23,11 +23,15 @@ from transformers import AutoModelForCausalLM
 
 import rlite
 from rlite import config
+from rlite.assembly.proof.audit import audit
+from rlite.assembly.proof.options import AuditConfig
 from rlite.cli import main
 from rlite.engine.train import RliteTrainEngine
+from rlite.errors import DataError
 from rlite.nn import LoraOptions
 from rlite.runtime.storage.texts import FileStore
 from rlite.services.console.sinks import read_metrics
+from rlite.services.record.batches import read_batch
 from rlite.services.record.files import record_files
 from rlite.services.record.reader import RecordReader
 from rlite.services.recovery.record import load_record
@@ -221,3 +225,13 @@ def test_old_records_of_jobs_open(
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr("sys.argv", ["rlite", *arguments])
     main()
+
+
+def test_old_runs_are_audited_as_far_as_they_reach(old: Path) -> None:
+    for name in ("grpo", "critic", "sft"):
+        findings = audit(AuditConfig(run=name, replay="none"))
+        assert findings.found == []
+        assert any("no chain.jsonl" in note for note in findings.notes)
+    assert findings.checked["hashes"]
+    with pytest.raises(DataError, match="earlier version of rlite, which did not keep whole batches"):
+        read_batch(Path("grpo"), 1)
