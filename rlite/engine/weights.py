@@ -24,7 +24,15 @@ from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.shared_memory import can_share_memory
 from rlite.runtime.replicas.engine import Engine
 from rlite.runtime.replicas.transport import Layout, Piece, Transport, check_transport, describe
-from rlite.runtime.replicas.weight_moves import Plan, Route, broadcast, read_gathered, read_shared, verify
+from rlite.runtime.replicas.weight_moves import (
+    Plan,
+    Route,
+    broadcast,
+    read_gathered,
+    read_shared,
+    verify,
+    verify_served,
+)
 
 OnInflight = Literal["continue", "abort"]
 
@@ -55,7 +63,7 @@ def sync_weights(
         source: a train engine.
         target: an engine with memory for weights on its device.
         on_inflight: "continue" or "abort" generation in flight.
-        verify_checksums: compare every tensor at both ends afterwards, and look for non-finite weights.
+        verify_checksums: compare SHA-256 digests of every tensor at both ends, and look for non-finite weights.
         transport: "auto" chooses by the processes and devices of both engines.
 
     Returns:
@@ -88,6 +96,8 @@ def sync_weights(
             except WorkerError:  # a replica that is lost is replaced, and the others still need the weights
                 if not target.has_lost_some_of(members):
                     raise
+    if verify_checksums:
+        verify_served(sync.route, sync.plan, target)
     took, names = time.perf_counter() - started, set().union(*(each.places for each in sync.route.targets.values()))
     return SyncReport(version=target.get_version(), num_bytes=size, seconds=took, transport=way, num_tensors=len(names))
 

@@ -101,7 +101,7 @@ def test_weight_sync_needs_only_the_shards_of_a_targets_worker() -> None:
     sent = arena.empty((2, 3), torch.float32).fill_(1.0)
     assert transport.read(worker, [piece], [{"weight": arena.handle_of(sent)}]) == tensor.nbytes
     assert tensor.sum() == 6
-    assert len(transport.checksums(worker, is_source=False, pieces=[piece])) == 1
+    assert held_digests(worker, [piece], is_served=True).digests == [[Digest(sha256_of(sent))]]
 
 
 def test_the_methods_that_vllms_workers_are_asked_for_exist() -> None:

@@ -48,7 +48,9 @@ from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import check_tensor_parallel
+from rlite.runtime.replicas.digests import Served, own_digests
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
+from rlite.runtime.replicas.transport import Piece
 from rlite.runtime.replicas.workers import Part
 from rlite.types import GenerationHyperparameters, PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -325,6 +327,10 @@ class EmbeddedWorker:
     def parameter_shards(self) -> dict[str, ParameterShard]:
         """Return this rank's blocks of the parameters, for weight sync to write. Tied parameters appear once."""
         return self._weights.parameter_shards()
+
+    def digest(self, pieces: Sequence[Piece]) -> Served:
+        """Return digests of the parameters, and the version that is stamped; see `DigestingWorker.digest`."""
+        return Served(version=self.version, digests=own_digests(self.parameter_shards(), pieces))
 
     def to_device(self, what: Part = "all") -> None:
         """Move weights, KV cache or both to the device. Weights that were on the meta device are uninitialised."""

@@ -400,32 +400,3 @@ def leave_meeting(meeting: Meeting) -> None:
     if group is not None and group.name() == "nccl":
         group.abort()
     close_store(meeting.port)  # if it was opened here
-
-
-# -- checksums --------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def checksums(worker: SourceWorker | Worker, is_source: bool, pieces: Sequence[Piece]) -> list[int]:
-    """Return one checksum for each piece, in the target's dtype.
-
-    Args:
-        worker: the worker at one end.
-        is_source: whether the worker is the source.
-        pieces: pieces that were sent.
-    """
-    if is_source:
-        served = cast(SourceWorker, worker).served_shards()
-        return [_checksum(served[p.source_name].tensor[p.source_box].to(p.dtype)) for p in pieces]
-    held = worker.parameter_shards()
-    return [_checksum(held[p.name].tensor[p.target_box]) for p in pieces]
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksum(tensor: Tensor) -> int:
-    """Return a checksum of the bits, weighted by position so that swapped rows are detected."""
-    bits = tensor.contiguous().view(_BITS[tensor.element_size()]).flatten().to(torch.int64)
-    weights = torch.arange(1, bits.numel() + 1, device=bits.device) % 65521 + 1
-    return int((bits * weights).sum())

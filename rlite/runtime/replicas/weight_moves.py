@@ -3,11 +3,14 @@
 read_shared     the target reads each piece in place, in the memory of the source's processes
 read_gathered   whole tensors are gathered on every device, bucket by bucket, and read there
 broadcast       boxes travel in buckets, in a process group of both engines
+verify          digests of both ends are compared: of what arrived, and of what is served afterwards
 copy_weights    a replica that serves hands its weights to one that joins, rank by rank
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,15 +19,19 @@ from itertools import chain, zip_longest
 from types import SimpleNamespace
 from typing import Any
 
-from rlite.errors import RliteError, WeightSyncError
+from rlite.errors import RliteError, WeightSyncError, WorkerError
 from rlite.runtime.cluster.group import WorkerGroup, apply_on_processes
 from rlite.runtime.cluster.session import current_session
 from rlite.runtime.parallel.processes import open_store
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.runtime.replicas import transport
+from rlite.runtime.replicas.digests import Proof, Served, held_digests, sent_digests
+from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.transport import Broadcast, Layout, Meeting, Piece, Place, make_buckets
 from rlite.runtime.replicas.workers import Worker, WorkerSet, on_each_process
+from rlite.wording import warn_once
 
+logger = logging.getLogger(__name__)
 LEAVE_S = 10.0
 """time limit in seconds for a process to leave a process group"""
 
@@ -145,24 +152,110 @@ def broadcast(route: Route, plan: Plan) -> int:
 
 
 def verify(route: Route, plan: Plan) -> None:
-    """Compare every piece at both ends, and look for non-finite weights.
+    """Compare every piece at both ends before another program reads it, and look for non-finite weights.
 
     Raises:
-        WeightSyncError: a piece differs, or arrived weights are not finite.
+        WeightSyncError: tensors differ, or arrived weights are not finite.
     """
-    source, target, ranks = route.source, route.target, route.copy.ranks
-    pieces = [(to, piece) for to in route.targets for piece in plan[to]]
-    by_source = [[piece for _, piece in pieces if piece.source == index] for index in range(len(route.offered))]
-    sent = _apply(source, transport.checksums, "checksum", ranks, lambda rank: (True, by_source[rank - ranks[0]]))
-    arrived = _apply(target, transport.checksums, "checksum", route.targets, lambda rank: (False, plan[rank]))
-    expected = list(map(iter, sent))
-    for (to, piece), found in zip(pieces, chain(*arrived), strict=True):
-        if found != next(expected[piece.source]):
-            raise WeightSyncError(f"{piece.name} on {target.describe(to)} is not what {source.name} sent")
+    target = route.target
+    _compare(route, plan, route.targets, is_served=False)
     wrong = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN", route.targets)
     for rank, names in zip(route.targets, wrong, strict=True):
         if names:
             raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
+
+
+def verify_served(route: Route, plan: Plan, target: Engine) -> None:
+    """Compare what an engine serves after a sync with what was sent. Tensors that are not compared are told once.
+
+    Args:
+        route: both ends.
+        plan: the pieces that were written.
+        target: the engine, which gets a `proof`. It refuses to serve if it serves something else.
+
+    Raises:
+        WeightSyncError: tensors differ, or a worker serves another version.
+        WorkerError: a worker was lost that is not replaced.
+    """
+    members, earlier, version = target.members, target.proof, target.get_version()
+    target.proof = None
+    ranks = [rank for copy in members for rank in copy.ranks if rank in route.targets]
+    try:
+        served, sent = _compare(route, plan, ranks, is_served=True)
+        for rank, each in zip(ranks, served, strict=True):
+            if each.version not in (None, version):
+                told = f"serves version {each.version} after the sync to version {version}"
+                raise WeightSyncError(f"{route.target.describe(rank)} {told}")
+        _compare_checksums(served, earlier, sent, target.name)
+    except WeightSyncError:
+        target.weights = Weights.EMPTY
+        raise
+    except WorkerError:  # its successor gets its weights from another replica
+        if not target.has_lost_some_of(members):
+            raise
+        return verify_served(route, plan, target)
+    reasons: dict[str, set[str]] = {}
+    for name, why in chain.from_iterable(each.reasons.items() for each in served):
+        reasons.setdefault(why, set()).add(name)
+    for why, names in reasons.items():
+        warn_once(logger, f"verified syncs into the executor {target.executor_name!r}: {_listed(names)}: {why}")
+    pairs = (
+        pair for rank, each in zip(ranks, served, strict=True) for pair in zip(plan[rank], each.digests, strict=True)
+    )
+    names = {piece.name for piece, digests in pairs if digests}
+    checksums = [each.checksums for each in served]
+    target.proof = Proof(version=version, num_tensors=len(names), digest=sent, checksums=checksums)
+
+
+def _compare(route: Route, plan: Plan, ranks: Iterable[int], is_served: bool) -> tuple[list[Served], str]:
+    """Return the answers of the receiving workers, and a digest of what was sent to them.
+
+    Raises:
+        WeightSyncError: the message names the tensors that differ.
+    """
+    source, target, first = route.source, route.target, route.copy.ranks[0]
+    answers = _apply(target, held_digests, "digest weights", ranks, lambda rank: (plan[rank], is_served))
+    asked: list[dict[Any, Any]] = [{} for _ in route.offered]
+    found = []
+    for rank, answer in zip(ranks, answers, strict=True):
+        for piece, parts in zip(plan[rank], answer.digests, strict=True):
+            for each in parts:  # equal replicas have the same pieces
+                key = id(piece), repr(each.part), each.is_computed
+                asked[piece.source][key] = piece, each.part, each.is_computed
+                found.append((rank, piece.name, key, each.sha256))
+    blocks = [[*each.values()] for each in asked]
+    sent = _apply(source, sent_digests, "digest weights", route.copy.ranks, lambda rank: (blocks[rank - first],))
+    expected = {key: sha for keys, shas in zip(asked, sent, strict=True) for key, sha in zip(keys, shas, strict=True)}
+    wrong: dict[int, set[str]] = {}
+    for rank, name, key, sha256 in found:
+        if sha256 != expected[key]:
+            wrong.setdefault(rank, set()).add(name)
+    if wrong:
+        told = (f"{_listed(names)} on {target.describe(rank)}" for rank, names in wrong.items())
+        verb = "is" if len(set().union(*wrong.values())) == 1 else "are"
+        end = ", as the engine serves it" if is_served else ""
+        raise WeightSyncError(f"{'; '.join(told)} {verb} not what {source.name} sent{end}")
+    return answers, hashlib.sha256(b"".join(chain.from_iterable(sent))).hexdigest()
+
+
+def _compare_checksums(served: Sequence[Served], earlier: Proof | None, sent: str, name: str) -> None:
+    """Compare checksums of an engine's own: equal replicas agree, and change when other weights were sent.
+
+    Raises:
+        WeightSyncError: they do not.
+    """
+    known = [each.checksums for each in served if each.checksums]
+    for other in known[1:]:
+        if differing := {key for key in known[0].keys() | other.keys() if known[0].get(key) != other.get(key)}:
+            raise WeightSyncError(f"replicas of {name} serve different weights after one sync: {_listed(differing)}")
+    if known and earlier and earlier.digest != sent and known[0] in earlier.checksums:
+        raise WeightSyncError(f"{name} was sent other weights than in the verified sync before, and serves the same")
+
+
+def _listed(names: Iterable[str], most: int = 20) -> str:
+    """Return the first names, and the number of the others."""
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} others" if len(ordered) > most else "")
 
 
 _meetings: dict[tuple[WorkerGroup, WorkerGroup, int], tuple[tuple[Any, ...], Meeting]] = {}

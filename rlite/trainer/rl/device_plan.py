@@ -97,7 +97,9 @@ class DevicePlan:
         trained = trained_engine(policy_module, actor, num_updates)
         self.routing = RoutingReplay.of(actor.routing_replay, trained.module, rollout)
         """the experts that training replays"""
-        self.engines = Engines(rollout, trained, critic, reference, evaluation)
+        self.engines = Engines(
+            rollout, trained, critic, reference, evaluation, verify_every=options.rollout.verify_sync
+        )
 
     def build(self) -> None:
         """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""

@@ -44,6 +44,8 @@ class Engines:
     """engines, and true for each that leaves the device to others"""
     resident: Engine | None = None
     """the engine that is on the device, of those that take turns"""
+    verify_every: int = 0
+    """weight syncs from one that is verified to the next; 0 verifies none"""
 
     @property
     def other_trained(self) -> dict[str, RliteTrainEngine]:
@@ -86,15 +88,19 @@ class Engines:
 
         Returns:
             Bytes and seconds of the weight sync.
+
+        Raises:
+            WeightSyncError: a verified sync finds that the engine serves other weights.
         """
         self.move_to_device(self.actor)
+        is_verified = self.verify_every > 0 and (self.rollout.get_version() + 1) % self.verify_every == 0
         if not self.takes_turns[self.rollout]:
-            report = self.actor.p2p_weight_sync(self.rollout)
+            report = self.actor.p2p_weight_sync(self.rollout, verify_checksums=is_verified)
             if not self.is_apart:
                 self._leave()
             return report
         self.rollout.cuda("weights")
-        report = self.actor.p2p_weight_sync(self.rollout)
+        report = self.actor.p2p_weight_sync(self.rollout, verify_checksums=is_verified)
         self.actor.cpu()
         self.rollout.cuda("kv_cache")
         self.resident = self.rollout

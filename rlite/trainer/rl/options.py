@@ -301,6 +301,9 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     """devices that only generate, if rollouts run ahead; default: half of them"""
     max_replacements: Natural = 3
     """lost replicas that are replaced in an hour, under Ray; the others take over their requests in any case"""
+    verify_sync: Natural = 0
+    """weight syncs from one that is verified to the next: SHA-256 digests of what was sent and of what is served are
+    compared, and log-probabilities must change with the weights; 0 verifies none"""
     escape_special_tokens: bool = False
     """special tokens in messages, but for the assistant's, are plain text"""
     dynamic_filtering: bool | None = None
