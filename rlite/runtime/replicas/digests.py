@@ -1,0 +1,143 @@
+"""SHA-256 digests of weights at both ends of a weight sync.
+
+    sent        the train engine, in the target's dtype
+    arrived     memory on the way into another program, before the program reads it
+    served      the values that an engine computes with after the sync: `digest()` of its workers
+
+Digests are made where the weights are, block by block, so that no weight passes through the driver.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from rlite.runtime.parallel.shards import Box, ParameterShard
+from rlite.runtime.replicas.transport import Piece
+from rlite.runtime.replicas.workers import SourceWorker, StagingWorker, Worker
+
+
+class Digest(NamedTuple):
+    """The SHA-256 of a block of a piece."""
+
+    sha256: bytes
+    part: Box = ()
+    """the block, relative to the piece; () is the whole piece"""
+    is_computed: bool = False
+    """the values were read through a kernel, which loses the sign of zeros"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A worker's answer to the question which weights it serves."""
+
+    digests: list[list[Digest]]
+    """digests of the blocks of each piece that the worker's engine holds; [] if the piece is not compared"""
+    version: int | None = None
+    """policy version of the tokens that are made now; None if the worker does not know it"""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """tensors that are not compared, or not as they are computed with, and why"""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """the engine's own checksums, which are compared with those of other replicas and of earlier syncs alone"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Result of the latest verified sync into an engine."""
+
+    version: int
+    num_tensors: int
+    """tensors that were compared"""
+    digest: str
+    """SHA-256 over the digests of what was sent"""
+    checksums: list[Mapping[str, str]]
+    """checksums of each worker; see `Served`"""
+
+
+@runtime_checkable
+class DigestingWorker(Worker, Protocol):
+    """A target that reads back what its engine serves."""
+
+    def digest(self, pieces: Sequence[Piece]) -> Served:
+        """Return digests of the weights that the engine computes with now.
+
+        Args:
+            pieces: blocks that the latest weight sync has written into `parameter_shards()`.
+        """
+
+
+def sha256_of(tensor: Tensor) -> bytes:
+    """Return the SHA-256 of a tensor's elements, in row-major order."""
+    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()).digest()
+
+
+def own_digests(shards: Mapping[str, ParameterShard], pieces: Sequence[Piece]) -> list[list[Digest]]:
+    """Return the digest of each piece in the shards that it was written into."""
+    return _in_threads(lambda piece: [Digest(sha256_of(shards[piece.name].tensor[piece.target_box]))], pieces)
+
+
+def block_digests(
+    held: Iterable[tuple[str, ParameterShard, bool]], wanted: Mapping[str, Sequence[tuple[int, Box]]]
+) -> dict[int, list[Digest]]:
+    """Return digests of the parts of pieces that a process holds, by the number of the piece.
+
+    Args:
+        held: names and blocks of tensors, and whether a kernel computed the values.
+        wanted: numbers and boxes, in the global tensor, of the pieces of each tensor.
+    """
+    found: dict[int, list[Digest]] = {}
+    for name, shard, is_computed in held:
+        for number, box in wanted.get(name, ()):
+            both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, shard.box, strict=True)]
+            if all(start < stop for start, stop in both):
+                own = tuple(slice(s - o, e - o) for (s, e), o in zip(both, shard.offset, strict=True))
+                part = tuple(slice(s - a.start, e - a.start) for (s, e), a in zip(both, box, strict=True))
+                digest = sha256_of(shard.tensor[own] + 0 if is_computed else shard.tensor[own])
+                found.setdefault(number, []).append(Digest(digest, part, is_computed))
+    return found
+
+
+@torch.no_grad()
+def held_digests(worker: Worker, pieces: Sequence[Piece], is_served: bool) -> Served:
+    """Return digests at the receiving end.
+
+    Args:
+        worker: the worker of the target.
+        pieces: pieces that it received.
+        is_served: after the sync, of what is served; otherwise before it, of what waits for another program to read it.
+    """
+    if is_served and isinstance(worker, DigestingWorker):
+        return worker.digest(pieces)
+    if is_served == isinstance(worker, StagingWorker):  # the program has the weights, or will be asked for them
+        told = {piece.name: "the executor cannot read its weights back" for piece in pieces if is_served}
+        return Served(digests=[[] for _ in pieces], reasons=told)
+    return Served(digests=own_digests(worker.parameter_shards(), pieces))
+
+
+@torch.no_grad()
+def sent_digests(worker: SourceWorker, asked: Sequence[tuple[Piece, Box, bool]]) -> list[bytes]:
+    """Return digests of what a source worker sends, in the target's dtype. A collective of its copy of the model.
+
+    Args:
+        worker: the worker of the source.
+        asked: pieces, blocks of them, and whether the target lost the sign of zeros.
+    """
+    served = worker.served_shards()
+
+    def digest(each: tuple[Piece, Box, bool]) -> bytes:
+        piece, part, is_computed = each
+        block = served[piece.source_name].tensor[piece.source_box][part].detach().to(piece.dtype)
+        return sha256_of(block + 0 if is_computed else block)
+
+    return _in_threads(digest, asked)
+
+
+def _in_threads(act: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashlib and copies release the interpreter
+        return list(pool.map(act, items))
