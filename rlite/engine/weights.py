@@ -24,15 +24,7 @@ from rlite.runtime.cluster.group import apply_on_processes
 from rlite.runtime.parallel.shared_memory import can_share_memory
 from rlite.runtime.replicas.engine import Engine
 from rlite.runtime.replicas.transport import Layout, Piece, Transport, check_transport, describe
-from rlite.runtime.replicas.weight_moves import (
-    Plan,
-    Route,
-    broadcast,
-    read_gathered,
-    read_shared,
-    verify,
-    verify_served,
-)
+from rlite.runtime.replicas.weight_moves import Plan, Route, broadcast, prove, read_gathered, read_shared, verify
 
 OnInflight = Literal["continue", "abort"]
 
@@ -97,7 +89,7 @@ def sync_weights(
                 if not target.has_lost_some_of(members):
                     raise
     if verify_checksums:
-        verify_served(sync.route, sync.plan, target)
+        prove(sync.route, sync.plan, target)
     took, names = time.perf_counter() - started, set().union(*(each.places for each in sync.route.targets.values()))
     return SyncReport(version=target.get_version(), num_bytes=size, seconds=took, transport=way, num_tensors=len(names))
 

@@ -330,7 +330,7 @@ class EmbeddedWorker:
 
     def digest(self, pieces: Sequence[Piece]) -> Served:
         """Return digests of the parameters, and the version that is stamped; see `DigestingWorker.digest`."""
-        return Served(version=self.version, digests=own_digests(self.parameter_shards(), pieces))
+        return Served(own_digests(self.parameter_shards(), pieces), self.version)
 
     def to_device(self, what: Part = "all") -> None:
         """Move weights, KV cache or both to the device. Weights that were on the meta device are uninitialised."""

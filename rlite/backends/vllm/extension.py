@@ -27,9 +27,11 @@ from vllm.v1.sample.sampler import Sampler
 from rlite.backends.serving.sampler import Sampling, SamplingBatch, kept_ids_of, sample, uniforms
 from rlite.backends.vllm.release import SAMPLING, Holding
 from rlite.backends.vllm.reload import DirectCopies, processed_again
+from rlite.backends.vllm.served import served_blocks
 from rlite.errors import WeightSyncError
 from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.shared_memory import SharedMemoryReader
+from rlite.runtime.replicas.digests import block_digests
 from rlite.types import GenerationHyperparameters
 
 
@@ -107,6 +109,19 @@ class WorkerExtension:
         _repack_tied_head(model)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the next sync writes into the same memory
+
+    def rlite_digest(self, pieces: bytes) -> bytes:
+        """Return pickled digests of the parts of each piece that this process computes with.
+
+        Args:
+            pieces: pickled, of each the stored name, the box in the global tensor, and the shape of that tensor.
+        """
+        model, asked = self.model_runner.get_model(), pickle.loads(pieces)
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        rename = mapper.get_rename_mapper().map_name if mapper else str
+        held = served_blocks(model, {rename(name): shape for name, _, shape in asked})
+        dtype = self.model_config.dtype
+        return pickle.dumps([[*block_digests(held.get(rename(name), ()), box, dtype)] for name, box, _ in asked])
 
     # -- memory of the KV cache, where vLLM has no sleep mode ----------------------------------------------------
 

@@ -288,6 +288,10 @@ class Server:
         if version is not None:
             self._version = version
 
+    async def digest(self, pieces: bytes) -> tuple[int, list[bytes]]:
+        """Return the version that is stamped, and each worker's digests; see `WorkerExtension.rlite_digest`."""
+        return self._version, await self._engine.collective_rpc("rlite_digest", args=(pieces,))
+
     async def sleep(self, level: int) -> None:
         """Free memory. Running requests recompute their keys and values later.
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Awaitable, Callable
+import pickle
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import Any, Concatenate
 
 import psutil
@@ -30,7 +32,9 @@ from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import attention_shape
+from rlite.runtime.replicas.digests import Served
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
+from rlite.runtime.replicas.transport import Piece
 from rlite.runtime.replicas.workers import Part, RankChoice
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -178,6 +182,18 @@ class VllmWorker:
         stored = self._staged.stored
         self._load((self._staged.handles(), stored.conversion, self._path, stored.untrained), version)
         self._staged.end()
+
+    def digest(self, pieces: Sequence[Piece]) -> Served:
+        """Return digests of the blocks that vLLM's workers compute with; see `DigestingWorker.digest`."""
+        if self._process is None:
+            return Served([])
+        groups = [group for group in self._staged.stored.conversion.groups if len(group.held) == len(group.stored) == 1]
+        stored = {name: next(iter(group.stored)) for group in groups for name in group.held}
+        asked = [(stored.get(p.name, p.name), p.target_box, self._staged.held[p.name][1]) for p in pieces]
+        version, by_rank = self._process.call(Server.digest, pickle.dumps(asked))
+        digests = [[*chain(*of_ranks)] for of_ranks in zip(*map(pickle.loads, by_rank), strict=True)]
+        limit = "" if all(digests) else "vLLM keeps some tensors in another form; compared is what it has read"
+        return Served(digests, version, limit)
 
     def _load(self, source: Any, version: int | None) -> None:
         """Let vLLM load weights.

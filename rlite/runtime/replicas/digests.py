@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -33,25 +32,22 @@ class Digest(NamedTuple):
     """the values were read through a kernel, which loses the sign of zeros"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
+class Served(NamedTuple):
     """A worker's answer to the question which weights it serves."""
 
     digests: list[list[Digest]]
     """digests of the blocks of each piece that the worker's engine holds; [] if the piece is not compared"""
     version: int | None = None
-    """policy version of the tokens that are made now; None if the worker does not know it"""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """tensors that are not compared, or not as they are computed with, and why"""
-    checksums: Mapping[str, str] = field(default_factory=dict)
-    """the engine's own checksums, which are compared with those of other replicas and of earlier syncs alone"""
+    """policy version that tokens get now; None if the worker does not know it"""
+    limit: str = ""
+    """why pieces are not compared, or what the comparison does not show"""
+    checksums: Mapping[str, str] = {}
+    """the engine's own checksums, which are compared with those of other replicas and of the last verified sync"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """Result of the latest verified sync into an engine."""
+class Proof(NamedTuple):
+    """Result of a verified sync into an engine."""
 
-    version: int
     num_tensors: int
     """tensors that were compared"""
     digest: str
@@ -72,9 +68,10 @@ class DigestingWorker(Worker, Protocol):
         """
 
 
-def sha256_of(tensor: Tensor) -> bytes:
-    """Return the SHA-256 of a tensor's elements, in row-major order."""
-    return hashlib.sha256(tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()).digest()
+def sha256_of(tensor: Tensor, is_computed: bool = False) -> bytes:
+    """Return the SHA-256 of a tensor's elements in row-major order, after a kernel's loss of the sign of zeros if so."""
+    values = (tensor + 0 if is_computed else tensor).detach().contiguous().flatten()
+    return hashlib.sha256(values.view(torch.uint8).cpu().numpy()).digest()
 
 
 def own_digests(shards: Mapping[str, ParameterShard], pieces: Sequence[Piece]) -> list[list[Digest]]:
@@ -82,25 +79,22 @@ def own_digests(shards: Mapping[str, ParameterShard], pieces: Sequence[Piece]) -
     return _in_threads(lambda piece: [Digest(sha256_of(shards[piece.name].tensor[piece.target_box]))], pieces)
 
 
-def block_digests(
-    held: Iterable[tuple[str, ParameterShard, bool]], wanted: Mapping[str, Sequence[tuple[int, Box]]]
-) -> dict[int, list[Digest]]:
-    """Return digests of the parts of pieces that a process holds, by the number of the piece.
+def block_digests(blocks: Iterable[tuple[ParameterShard, bool]], box: Box, dtype: torch.dtype) -> Iterable[Digest]:
+    """Yield digests of the parts of a piece that a process holds.
 
     Args:
-        held: names and blocks of tensors, and whether a kernel computed the values.
-        wanted: numbers and boxes, in the global tensor, of the pieces of each tensor.
+        blocks: blocks of the tensor, and whether a kernel computed the values.
+        box: the piece in the tensor.
+        dtype: dtype in which the piece was written. A kernel may hold it wider.
     """
-    found: dict[int, list[Digest]] = {}
-    for name, shard, is_computed in held:
-        for number, box in wanted.get(name, ()):
-            both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, shard.box, strict=True)]
-            if all(start < stop for start, stop in both):
-                own = tuple(slice(s - o, e - o) for (s, e), o in zip(both, shard.offset, strict=True))
-                part = tuple(slice(s - a.start, e - a.start) for (s, e), a in zip(both, box, strict=True))
-                digest = sha256_of(shard.tensor[own] + 0 if is_computed else shard.tensor[own])
-                found.setdefault(number, []).append(Digest(digest, part, is_computed))
-    return found
+    for shard, is_computed in blocks:
+        both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, shard.box, strict=True)]
+        if all(start < stop for start, stop in both):
+            own, part = (
+                tuple(slice(start - zero, stop - zero) for (start, stop), zero in zip(both, zeros, strict=True))
+                for zeros in (shard.offset, [each.start for each in box])
+            )
+            yield Digest(sha256_of(shard.tensor[own].to(dtype), is_computed), part, is_computed)
 
 
 @torch.no_grad()
@@ -115,9 +109,8 @@ def held_digests(worker: Worker, pieces: Sequence[Piece], is_served: bool) -> Se
     if is_served and isinstance(worker, DigestingWorker):
         return worker.digest(pieces)
     if is_served == isinstance(worker, StagingWorker):  # the program has the weights, or will be asked for them
-        told = {piece.name: "the executor cannot read its weights back" for piece in pieces if is_served}
-        return Served(digests=[[] for _ in pieces], reasons=told)
-    return Served(digests=own_digests(worker.parameter_shards(), pieces))
+        return Served([[] for _ in pieces], limit="it cannot read weights back; compared is what it has read")
+    return Served(own_digests(worker.parameter_shards(), pieces))
 
 
 @torch.no_grad()
@@ -130,14 +123,13 @@ def sent_digests(worker: SourceWorker, asked: Sequence[tuple[Piece, Box, bool]])
     """
     served = worker.served_shards()
 
-    def digest(each: tuple[Piece, Box, bool]) -> bytes:
-        piece, part, is_computed = each
-        block = served[piece.source_name].tensor[piece.source_box][part].detach().to(piece.dtype)
-        return sha256_of(block + 0 if is_computed else block)
+    def digest(asked: tuple[Piece, Box, bool]) -> bytes:
+        piece, part, is_computed = asked
+        return sha256_of(served[piece.source_name].tensor[piece.source_box][part].to(piece.dtype), is_computed)
 
     return _in_threads(digest, asked)
 
 
 def _in_threads(act: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashlib and copies release the interpreter
+    with torch.no_grad(), ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashing releases the interpreter
         return list(pool.map(act, items))

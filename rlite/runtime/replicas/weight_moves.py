@@ -165,8 +165,8 @@ def verify(route: Route, plan: Plan) -> None:
             raise WeightSyncError(f"{target.describe(rank)} received weights that are not finite: {names[:3]}")
 
 
-def verify_served(route: Route, plan: Plan, target: Engine) -> None:
-    """Compare what an engine serves after a sync with what was sent. Tensors that are not compared are told once.
+def prove(route: Route, plan: Plan, target: Engine) -> None:
+    """Compare what an engine serves after a sync with what was sent. What is not compared is told once.
 
     Args:
         route: both ends.
@@ -174,37 +174,38 @@ def verify_served(route: Route, plan: Plan, target: Engine) -> None:
         target: the engine, which gets a `proof`. It refuses to serve if it serves something else.
 
     Raises:
-        WeightSyncError: tensors differ, or a worker serves another version.
+        WeightSyncError: tensors or versions differ.
         WorkerError: a worker was lost that is not replaced.
     """
-    members, earlier, version = target.members, target.proof, target.get_version()
-    target.proof = None
+    members, last, target.proof = target.members, target.proof, None
     ranks = [rank for copy in members for rank in copy.ranks if rank in route.targets]
     try:
         served, sent = _compare(route, plan, ranks, is_served=True)
-        for rank, each in zip(ranks, served, strict=True):
-            if each.version not in (None, version):
-                told = f"serves version {each.version} after the sync to version {version}"
-                raise WeightSyncError(f"{route.target.describe(rank)} {told}")
-        _compare_checksums(served, earlier, sent, target.name)
-    except WeightSyncError:
-        target.weights = Weights.EMPTY
-        raise
     except WorkerError:  # its successor gets its weights from another replica
         if not target.has_lost_some_of(members):
             raise
-        return verify_served(route, plan, target)
-    reasons: dict[str, set[str]] = {}
-    for name, why in chain.from_iterable(each.reasons.items() for each in served):
-        reasons.setdefault(why, set()).add(name)
-    for why, names in reasons.items():
-        warn_once(logger, f"verified syncs into the executor {target.executor_name!r}: {_listed(names)}: {why}")
-    pairs = (
-        pair for rank, each in zip(ranks, served, strict=True) for pair in zip(plan[rank], each.digests, strict=True)
-    )
-    names = {piece.name for piece, digests in pairs if digests}
-    checksums = [each.checksums for each in served]
-    target.proof = Proof(version=version, num_tensors=len(names), digest=sent, checksums=checksums)
+        return prove(route, plan, target)
+    except WeightSyncError:
+        target.weights = Weights.EMPTY
+        raise
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for rank, answer in zip(ranks, served, strict=True):
+        for piece, digests in zip(plan[rank], answer.digests, strict=True):
+            names[bool(digests)].add(piece.name)
+    for limit in {answer.limit for answer in served if answer.limit}:
+        warn_once(logger, f"verified weight syncs into {target.executor_name!r}: {limit}: {_listed(names[False])}")
+    target.proof = Proof(len(names[True]), sent, known := [each.checksums for each in served])
+    wrong = {each.version for each in served} - {None, target.get_version()}
+    if differing := {key for each in known if each for key in each if each[key] != known[0].get(key)}:
+        told = f"replicas have different checksums of {_listed(differing)}"
+    elif any(known) and last is not None and last.digest != sent and last.checksums == known:
+        told = "other weights were sent than in the last verified sync, and the checksums are the same"
+    elif wrong:
+        told = f"tokens get the policy version {wrong.pop()} after the sync to version {target.get_version()}"
+    else:
+        return None
+    target.weights = Weights.EMPTY
+    raise WeightSyncError(f"{target.name} does not serve what was sent: {told}")
 
 
 def _compare(route: Route, plan: Plan, ranks: Iterable[int], is_served: bool) -> tuple[list[Served], str]:
@@ -218,38 +219,21 @@ def _compare(route: Route, plan: Plan, ranks: Iterable[int], is_served: bool) ->
     asked: list[dict[Any, Any]] = [{} for _ in route.offered]
     found = []
     for rank, answer in zip(ranks, answers, strict=True):
-        for piece, parts in zip(plan[rank], answer.digests, strict=True):
-            for each in parts:  # equal replicas have the same pieces
-                key = id(piece), repr(each.part), each.is_computed
-                asked[piece.source][key] = piece, each.part, each.is_computed
-                found.append((rank, piece.name, key, each.sha256))
-    blocks = [[*each.values()] for each in asked]
+        for piece, digests in zip(plan[rank], answer.digests, strict=True):
+            for sha256, part, is_computed in digests:
+                asked[piece.source][key := (id(piece), repr(part), is_computed)] = piece, part, is_computed
+                found.append((rank, piece.name, key, sha256))
+    blocks = [[*each.values()] for each in asked]  # equal replicas have the same pieces
     sent = _apply(source, sent_digests, "digest weights", route.copy.ranks, lambda rank: (blocks[rank - first],))
-    expected = {key: sha for keys, shas in zip(asked, sent, strict=True) for key, sha in zip(keys, shas, strict=True)}
+    expected = dict(chain(*(zip(keys, of_rank, strict=True) for keys, of_rank in zip(asked, sent, strict=True))))
     wrong: dict[int, set[str]] = {}
     for rank, name, key, sha256 in found:
         if sha256 != expected[key]:
             wrong.setdefault(rank, set()).add(name)
     if wrong:
-        told = (f"{_listed(names)} on {target.describe(rank)}" for rank, names in wrong.items())
-        verb = "is" if len(set().union(*wrong.values())) == 1 else "are"
-        end = ", as the engine serves it" if is_served else ""
-        raise WeightSyncError(f"{'; '.join(told)} {verb} not what {source.name} sent{end}")
-    return answers, hashlib.sha256(b"".join(chain.from_iterable(sent))).hexdigest()
-
-
-def _compare_checksums(served: Sequence[Served], earlier: Proof | None, sent: str, name: str) -> None:
-    """Compare checksums of an engine's own: equal replicas agree, and change when other weights were sent.
-
-    Raises:
-        WeightSyncError: they do not.
-    """
-    known = [each.checksums for each in served if each.checksums]
-    for other in known[1:]:
-        if differing := {key for key in known[0].keys() | other.keys() if known[0].get(key) != other.get(key)}:
-            raise WeightSyncError(f"replicas of {name} serve different weights after one sync: {_listed(differing)}")
-    if known and earlier and earlier.digest != sent and known[0] in earlier.checksums:
-        raise WeightSyncError(f"{name} was sent other weights than in the verified sync before, and serves the same")
+        told = "; ".join(f"{_listed(names)} on {target.describe(rank)}" for rank, names in wrong.items())
+        raise WeightSyncError(f"{told} is not what {source.name} sent{', as it is served' if is_served else ''}")
+    return answers, hashlib.sha256(b"".join(chain(*sent))).hexdigest()
 
 
 def _listed(names: Iterable[str], most: int = 20) -> str:

@@ -97,9 +97,7 @@ class DevicePlan:
         trained = trained_engine(policy_module, actor, num_updates)
         self.routing = RoutingReplay.of(actor.routing_replay, trained.module, rollout)
         """the experts that training replays"""
-        self.engines = Engines(
-            rollout, trained, critic, reference, evaluation, verify_every=options.rollout.verify_sync
-        )
+        self.engines = Engines(rollout, trained, critic, reference, evaluation)
 
     def build(self) -> None:
         """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
@@ -124,6 +122,7 @@ class DevicePlan:
             if has_residency:
                 engines.rollout.cuda()
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
+        engines.verify_every = rollout.verify_sync
         engines.is_apart = rollout.max_head_offpolicyness > 0
         can_leave = engines.rollout.capabilities.has_residency and not engines.is_apart
         engines.takes_turns = {engines.rollout: default and can_leave}
