@@ -33,6 +33,7 @@ from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.runtime.cluster.session import has_session, shutdown
 from rlite.services.console.alarms import Alarms
 from rlite.services.console.mfu import Repeated, UsageReport
+from rlite.services.console.probe import SyncProbe
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.options import TrainerOptions
@@ -236,7 +237,9 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
     alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
     template = TemplateFile(options.train_data.chat_template_path)
-    return [usage, record, *own, alarms, LearningFacts(equal_rewards), template, HashChain(trainer.name)]
+    probe = [SyncProbe(rollout, every)] if (every := options.rollout.verify_sync) else []
+    own += [alarms, *probe, LearningFacts(equal_rewards), template, HashChain(trainer.name)]
+    return [usage, record, *own]
 
 
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:

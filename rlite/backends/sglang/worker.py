@@ -17,7 +17,7 @@ import math
 import pickle
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,6 +37,7 @@ from rlite.backends.models.replay import routing_table
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.serving.http import CallRefused, Endpoint
 from rlite.backends.serving.staging import Staging
+from rlite.backends.serving.streams import version_of
 from rlite.backends.sglang.server import ROUTING, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
@@ -44,6 +45,8 @@ from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import close_store, connect_store, open_store, subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import renumbered
+from rlite.runtime.replicas.digests import Served
+from rlite.runtime.replicas.transport import Piece
 from rlite.runtime.replicas.workers import Part
 
 BUCKET_BYTES = 256 * 2**20
@@ -410,6 +413,23 @@ class SglangWorker:
             del bucket
             self._staging.end()
         self.set_version(version)
+
+    def digest(self, pieces: Sequence[Piece]) -> Served:
+        """Return SGLang's own checksums of the tensors that it serves, and the version; see `DigestingWorker.digest`."""
+        checksums, limit = {}, "SGLang has checksums of its own, compared with those of other servers and earlier syncs"
+        if self._endpoint is None:
+            return Served([])
+        try:
+            ranks = self._endpoint.call("/weights_checker", {"action": "checksum"}, self._options.start_timeout_s)[
+                "ranks"
+            ]
+            checksums = {
+                f"{key} of rank {i}": sha for i, each in enumerate(ranks) for key, sha in each["checksums"].items()
+            }
+        except CallRefused as error:
+            limit = f"compared is what the server has read, because it has no checksums: {error.message}"
+        told = self._endpoint.call("/model_info").get("weight_version")
+        return Served([[] for _ in pieces], version_of(str(told), -1), limit, checksums)
 
     def _make_sender(self) -> Sender:
         assert self._endpoint is not None

@@ -19,9 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from rlite.runtime.parallel.shards import ParameterShard
 
-Cut = tuple[int, int, int]
-"""size of a block along the divided dimension, its offset in the global tensor, and the size of the global tensor"""
-
 
 def served_blocks(model: Any, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, list[tuple[ParameterShard, bool]]]:
     """Return the blocks of the parameters of one vLLM worker by the names of the tensors that were loaded.
@@ -41,22 +38,23 @@ def served_blocks(model: Any, wanted: Mapping[str, tuple[int, ...]]) -> dict[str
         parent, dot, leaf = (embedding if is_tied else path).rpartition(".")
         dim, cuts = _layout(module)
         for attribute, tensor, is_computed in _tensors(module):
-            is_whole, start = dim >= tensor.dim(), 0
-            names = [leaf] if is_whole or len(cuts) == 1 else packed.get(leaf, ())
-            for name, (size, offset, total) in zip(names, [(0, 0, 0)] if is_whole else cuts, strict=False):
-                offsets, shape = [0] * tensor.dim(), list(tensor.shape)
-                if not is_whole:
-                    offsets[dim], shape[dim] = offset, total
-                block = tensor if is_whole else tensor.narrow(dim, start, size)
-                start, whole = start + size, f"{parent}{dot}{name}.{attribute}"
-                if wanted.get(whole) == tuple(shape):
-                    shard = ParameterShard(block, tuple(offsets), tuple(shape))
-                    found.setdefault(whole, []).append((shard, is_computed))
+            own = (dim, cuts) if dim < tensor.dim() else (0, [(len(tensor), 0, len(tensor))])
+            names, start = [leaf] if len(own[1]) == 1 else packed.get(leaf, ()), 0
+            for name, (size, offset, total) in zip(names, own[1], strict=False):
+                offsets, shape, full = [0] * tensor.dim(), list(tensor.shape), f"{parent}{dot}{name}.{attribute}"
+                offsets[own[0]], shape[own[0]] = offset, total
+                if wanted.get(full) == tuple(shape):
+                    block = ParameterShard(tensor.narrow(own[0], start, size), tuple(offsets), tuple(shape))
+                    found.setdefault(full, []).append((block, is_computed))
+                start += size
     return found
 
 
-def _layout(module: Any) -> tuple[int, list[Cut]]:
-    """Return the dimension that a layer divides, and its blocks; another layer holds its tensors whole."""
+def _layout(module: Any) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return the dimension that a layer divides, and its blocks: size, offset in the global tensor, size of that.
+
+    Another layer holds its tensors whole.
+    """
     kind, size, rank = type(module), getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
     if kind is linear.RowParallelLinear:
         return 1, [(module.input_size // size, rank * (module.input_size // size), module.input_size)]

@@ -45,17 +45,6 @@ class Served(NamedTuple):
     """the engine's own checksums, which are compared with those of other replicas and of the last verified sync"""
 
 
-class Proof(NamedTuple):
-    """Result of a verified sync into an engine."""
-
-    num_tensors: int
-    """tensors that were compared"""
-    digest: str
-    """SHA-256 over the digests of what was sent"""
-    checksums: list[Mapping[str, str]]
-    """checksums of each worker; see `Served`"""
-
-
 @runtime_checkable
 class DigestingWorker(Worker, Protocol):
     """A target that reads back what its engine serves."""
@@ -69,7 +58,7 @@ class DigestingWorker(Worker, Protocol):
 
 
 def sha256_of(tensor: Tensor, is_computed: bool = False) -> bytes:
-    """Return the SHA-256 of a tensor's elements in row-major order, after a kernel's loss of the sign of zeros if so."""
+    """Return the SHA-256 of a tensor's elements, in row-major order. `is_computed` loses the sign of zeros."""
     values = (tensor + 0 if is_computed else tensor).detach().contiguous().flatten()
     return hashlib.sha256(values.view(torch.uint8).cpu().numpy()).digest()
 
@@ -90,10 +79,8 @@ def block_digests(blocks: Iterable[tuple[ParameterShard, bool]], box: Box, dtype
     for shard, is_computed in blocks:
         both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, shard.box, strict=True)]
         if all(start < stop for start, stop in both):
-            own, part = (
-                tuple(slice(start - zero, stop - zero) for (start, stop), zero in zip(both, zeros, strict=True))
-                for zeros in (shard.offset, [each.start for each in box])
-            )
+            own = tuple(slice(i - zero, j - zero) for (i, j), zero in zip(both, shard.offset, strict=True))
+            part = tuple(slice(i - each.start, j - each.start) for (i, j), each in zip(both, box, strict=True))
             yield Digest(sha256_of(shard.tensor[own].to(dtype), is_computed), part, is_computed)
 
 
@@ -109,7 +96,7 @@ def held_digests(worker: Worker, pieces: Sequence[Piece], is_served: bool) -> Se
     if is_served and isinstance(worker, DigestingWorker):
         return worker.digest(pieces)
     if is_served == isinstance(worker, StagingWorker):  # the program has the weights, or will be asked for them
-        return Served([[] for _ in pieces], limit="it cannot read weights back; compared is what it has read")
+        return Served([[] for _ in pieces if is_served], limit="compared is what it has read, and not what it serves")
     return Served(own_digests(worker.parameter_shards(), pieces))
 
 

@@ -31,7 +31,6 @@ from rlite.runtime.cluster.session import Session, current_session, default_opti
 from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import set_up_device
 from rlite.runtime.parallel.shared_memory import check_gpu_sharing
-from rlite.runtime.replicas.digests import Proof
 from rlite.runtime.replicas.workers import Backend, Kind, Part, T, Worker, WorkerSet, on_each_process
 
 
@@ -64,8 +63,8 @@ class Engine:
         self.weights = Weights.RELEASED
         self.options: Any = None
         self._version = 0
-        self.proof: Proof | None = None
-        """result of the latest verified weight sync into this engine; None if it failed, or there was none"""
+        self.proof: tuple[str, Any] | None = None
+        """digest of the weights of the last verified sync, and the workers' own checksums; None if there was none"""
         self._factory: Any = None
         """makes a worker from its context, in its process"""
         self._copy_size = 1

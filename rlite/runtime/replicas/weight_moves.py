@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
+from textwrap import shorten
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,7 @@ from rlite.runtime.cluster.session import current_session
 from rlite.runtime.parallel.processes import open_store
 from rlite.runtime.parallel.shards import nonfinite_names
 from rlite.runtime.replicas import transport
-from rlite.runtime.replicas.digests import Proof, Served, held_digests, sent_digests
+from rlite.runtime.replicas.digests import Digest, Served, held_digests, sent_digests
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.transport import Broadcast, Layout, Meeting, Piece, Place, make_buckets
 from rlite.runtime.replicas.workers import Worker, WorkerSet, on_each_process
@@ -180,7 +182,11 @@ def prove(route: Route, plan: Plan, target: Engine) -> None:
     members, last, target.proof = target.members, target.proof, None
     ranks = [rank for copy in members for rank in copy.ranks if rank in route.targets]
     try:
-        served, sent = _compare(route, plan, ranks, is_served=True)
+        served, sent = _compare(route, plan, ranks, is_served=True, version=target.get_version())
+        target.proof = sent, known = sent, [each.checksums for each in served]
+        if any(known) and last is not None and last[0] != sent and last[1] == known:
+            told = "the checksums are those of the last verified sync, and other weights were sent since"
+            raise WeightSyncError(f"{target.name} does not serve what {route.source.name} sent: {told}")
     except WorkerError:  # its successor gets its weights from another replica
         if not target.has_lost_some_of(members):
             raise
@@ -188,58 +194,49 @@ def prove(route: Route, plan: Plan, target: Engine) -> None:
     except WeightSyncError:
         target.weights = Weights.EMPTY
         raise
-    names: dict[bool, set[str]] = {True: set(), False: set()}
-    for rank, answer in zip(ranks, served, strict=True):
-        for piece, digests in zip(plan[rank], answer.digests, strict=True):
-            names[bool(digests)].add(piece.name)
     for limit in {answer.limit for answer in served if answer.limit}:
-        warn_once(logger, f"verified weight syncs into {target.executor_name!r}: {limit}: {_listed(names[False])}")
-    target.proof = Proof(len(names[True]), sent, known := [each.checksums for each in served])
-    wrong = {each.version for each in served} - {None, target.get_version()}
-    if differing := {key for each in known if each for key in each if each[key] != known[0].get(key)}:
-        told = f"replicas have different checksums of {_listed(differing)}"
-    elif any(known) and last is not None and last.digest != sent and last.checksums == known:
-        told = "other weights were sent than in the last verified sync, and the checksums are the same"
-    elif wrong:
-        told = f"tokens get the policy version {wrong.pop()} after the sync to version {target.get_version()}"
-    else:
-        return None
-    target.weights = Weights.EMPTY
-    raise WeightSyncError(f"{target.name} does not serve what was sent: {told}")
+        parts = chain(*(zip(plan[rank], each.digests, strict=True) for rank, each in zip(ranks, served, strict=True)))
+        names = _listed({piece.name for piece, digests in parts if not digests})
+        warn_once(logger, f"verified weight syncs into {target.executor_name!r}: {limit}: {names}")
 
 
-def _compare(route: Route, plan: Plan, ranks: Iterable[int], is_served: bool) -> tuple[list[Served], str]:
+def _compare(
+    route: Route, plan: Plan, ranks: Iterable[int], is_served: bool, version: int | None = None
+) -> tuple[list[Served], str]:
     """Return the answers of the receiving workers, and a digest of what was sent to them.
 
     Raises:
-        WeightSyncError: the message names the tensors that differ.
+        WeightSyncError: the message names what differs on each worker.
     """
     source, target, first = route.source, route.target, route.copy.ranks[0]
     answers = _apply(target, held_digests, "digest weights", ranks, lambda rank: (plan[rank], is_served))
     asked: list[dict[Any, Any]] = [{} for _ in route.offered]
-    found = []
+    found, wrong = [], defaultdict(set)
     for rank, answer in zip(ranks, answers, strict=True):
-        for piece, digests in zip(plan[rank], answer.digests, strict=True):
-            for sha256, part, is_computed in digests:
+        if answer.version not in (None, version):
+            wrong[rank].add(f"version {answer.version} in place of {version}")
+        for name, checksum in answer.checksums.items():
+            if checksum != answers[0].checksums.get(name):
+                wrong[rank].add(f"{name}, of which the first replica has another checksum")
+        for piece, digests in zip(plan[rank], answer.digests, strict=False):  # equal replicas have the same pieces
+            for sha256, part, is_computed in digests or [Digest(b"")]:
                 asked[piece.source][key := (id(piece), repr(part), is_computed)] = piece, part, is_computed
                 found.append((rank, piece.name, key, sha256))
-    blocks = [[*each.values()] for each in asked]  # equal replicas have the same pieces
+    blocks = [[*each.values()] for each in asked]
     sent = _apply(source, sent_digests, "digest weights", route.copy.ranks, lambda rank: (blocks[rank - first],))
     expected = dict(chain(*(zip(keys, of_rank, strict=True) for keys, of_rank in zip(asked, sent, strict=True))))
-    wrong: dict[int, set[str]] = {}
     for rank, name, key, sha256 in found:
-        if sha256 != expected[key]:
-            wrong.setdefault(rank, set()).add(name)
+        if sha256 not in (b"", expected[key]):
+            wrong[rank].add(name)
     if wrong:
         told = "; ".join(f"{_listed(names)} on {target.describe(rank)}" for rank, names in wrong.items())
         raise WeightSyncError(f"{told} is not what {source.name} sent{', as it is served' if is_served else ''}")
     return answers, hashlib.sha256(b"".join(chain(*sent))).hexdigest()
 
 
-def _listed(names: Iterable[str], most: int = 20) -> str:
-    """Return the first names, and the number of the others."""
-    ordered = sorted(names)
-    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} others" if len(ordered) > most else "")
+def _listed(names: Collection[str]) -> str:
+    """Return names in order, as far as there is room, and their number."""
+    return shorten(", ".join(sorted(names)), 2000) + (f" ({len(names)})" if len(names) > 1 else "")
 
 
 _meetings: dict[tuple[WorkerGroup, WorkerGroup, int], tuple[tuple[Any, ...], Meeting]] = {}
