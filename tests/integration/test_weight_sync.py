@@ -25,6 +25,7 @@ from rlite.runtime.replicas import transport as transport_module
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.workers import Worker
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
+from tests.faulty_serving import TENSOR
 from tests.integration.modules import POLICIES, Policy, next_token_logprobs, on_meta
 from tests.integration.worlds import world
 from tests.marks import nightly
@@ -384,6 +385,18 @@ def test_checksums_find_what_arrived_differently(engines: Engines, models: dict[
         train.p2p_weight_sync(serve, verify_checksums=True)
     with pytest.raises(ResidencyError):
         serve.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(("size", "copies"), [(1, 2), (2, 1)])
+def test_a_verified_sync_names_the_worker_that_serves_a_flipped_bit(
+    engines: Engines, models: dict[str, Path], size: int, copies: int
+) -> None:
+    train = engines.train(models["qwen3"], size=2)
+    serve = RliteInferenceEngine(models["qwen3"], executor="flipped")
+    engines._build(serve, size, {"max_model_len": 64, "max_num_seqs": 4, "data_parallel_size": copies})
+    train_a_little(train, 1)
+    with pytest.raises(WeightSyncError, match=rf"^{TENSOR} on inference-\d+ rank 1 [^;]* sent, as it is served$"):
+        train.p2p_weight_sync(serve, verify_checksums=True)
 
 
 def test_weights_that_are_not_finite_are_named(engines: Engines, models: dict[str, Path]) -> None:

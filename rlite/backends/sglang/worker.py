@@ -37,7 +37,6 @@ from rlite.backends.models.replay import routing_table
 from rlite.backends.models.stored import StoredCheckpoint, held_tensors
 from rlite.backends.serving.http import CallRefused, Endpoint
 from rlite.backends.serving.staging import Staging
-from rlite.backends.serving.streams import version_of
 from rlite.backends.sglang.server import ROUTING, ServerProcess, SglangOptions
 from rlite.errors import CheckpointError, ConfigError, WeightSyncError, WorkerError
 from rlite.nn.pretrained import load_config, meta_model, stored_dtype
@@ -415,21 +414,21 @@ class SglangWorker:
         self.set_version(version)
 
     def digest(self, pieces: Sequence[Piece]) -> Served:
-        """Return SGLang's own checksums of the tensors that it serves, and the version; see `DigestingWorker.digest`."""
-        checksums, limit = {}, "SGLang has checksums of its own, compared with those of other servers and earlier syncs"
+        """Return the server's version and its own checksums of what it serves; see `DigestingWorker.digest`."""
         if self._endpoint is None:
             return Served([])
+        checksums, limit = {}, "SGLang's own checksums are compared with those of other servers and of earlier syncs"
         try:
             ranks = self._endpoint.call("/weights_checker", {"action": "checksum"}, self._options.start_timeout_s)[
                 "ranks"
             ]
             checksums = {
-                f"{key} of rank {i}": sha for i, each in enumerate(ranks) for key, sha in each["checksums"].items()
+                f"{key} of rank {i}": found for i, each in enumerate(ranks) for key, found in each["checksums"].items()
             }
         except CallRefused as error:
             limit = f"compared is what the server has read, because it has no checksums: {error.message}"
-        told = self._endpoint.call("/model_info").get("weight_version")
-        return Served([[] for _ in pieces], version_of(str(told), -1), limit, checksums)
+        told = str(self._endpoint.call("/model_info").get("weight_version"))
+        return Served([[] for _ in pieces], int(told) if told.isdecimal() else None, limit, checksums)
 
     def _make_sender(self) -> Sender:
         assert self._endpoint is not None

@@ -216,7 +216,7 @@ def _compare(
         if answer.version not in (None, version):
             wrong[rank].add(f"version {answer.version} in place of {version}")
         for name, checksum in answer.checksums.items():
-            if checksum != answers[0].checksums.get(name):
+            if checksum != answers[0].checksums.get(name, checksum):
                 wrong[rank].add(f"{name}, of which the first replica has another checksum")
         for piece, digests in zip(plan[rank], answer.digests, strict=False):  # equal replicas have the same pieces
             for sha256, part, is_computed in digests or [Digest(b"")]:
