@@ -28,13 +28,16 @@ from rlite.backends.serving.http import CallRefused
 from rlite.backends.sglang.replica import SglangReplica
 from rlite.backends.sglang.server import ServerProcess, SglangOptions, server_arguments
 from rlite.backends.sglang.worker import SglangWorker
-from rlite.errors import ConfigError, UnknownOptionError, WorkerError
+from rlite.errors import ConfigError, UnknownOptionError, WeightSyncError, WorkerError
 from rlite.runtime.cluster.session import current_session
 from rlite.runtime.replicas.replica import InFlightRequest
 from rlite.runtime.replicas.router import Router
 from rlite.runtime.replicas.workers import WorkerSet
 from rlite.types import SequenceRequest
-from tests import forked_python
+from tests import (
+    faulty_serving,  # noqa: F401  # registers sglang-faulty
+    forked_python,
+)
 from tests.contracts import sglang_wheel as wheel
 from tests.contracts import test_inference_executors as promises
 from tests.contracts.sglang_server import stand_in
@@ -115,6 +118,22 @@ def test_a_running_server_serves_and_outlives_the_engine(
     assert server.failure() is None
     assert server.endpoint.call("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
     attached.build(addresses=[server.endpoint.url], api_key="its key", seed=3, colocate_with=engine)
+
+
+def test_a_verified_sync_notices_a_server_whose_checksums_stay(
+    engine: RliteInferenceEngine, server: ServerProcess, path: Path
+) -> None:
+    attached = RliteInferenceEngine(path, executor="sglang-faulty")
+    attached.build(addresses=[server.endpoint.url], api_key="its key", seed=3, colocate_with=engine)
+    train = RliteTrainEngine(on_meta(Qwen3Policy, path))
+    train.build(colocate_with=engine)
+    train.p2p_weight_sync(attached, verify_checksums=True)
+    train.train_step([[1, 2, 3, 4, 5, 6]])
+    with pytest.raises(WeightSyncError, match="the checksums are those of the last verified sync"):
+        train.p2p_weight_sync(attached, verify_checksums=True)
+    train.p2p_weight_sync(attached, verify_checksums=True)
+    train.release()
+    attached.release()
 
 
 def test_a_process_group_brings_weights_to_a_running_server(attached: RliteInferenceEngine, path: Path) -> None:
