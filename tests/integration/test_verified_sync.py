@@ -100,6 +100,23 @@ def test_adapters_that_are_not_merged_into_what_is_sent_are_an_alarm(
     assert "adapters not merged" in told
 
 
+def test_the_loop_of_the_documents_tells_a_sync_that_changes_nothing(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+    (program,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "verify_checksums" in each]
+    serve, train = RliteInferenceEngine(model), RliteTrainEngine(on_meta(POLICIES["qwen3"], model))
+    serve.build(max_model_len=64, max_num_seqs=4)
+    train.build(colocate_with=serve)
+    exec(program, {"engine": serve, "train_engine": train})
+    assert "version 1 (" in capsys.readouterr().out
+    train.train_step([[1, 2, 3, 4, 5, 6]])
+    exec(program, {"engine": serve, "train_engine": train})
+    assert capsys.readouterr().out == ""
+    serve.release()
+    train.release()
+
+
 def test_the_digest_of_what_was_sent_changes_with_the_weights_alone(model: Path) -> None:
     serve, train = RliteInferenceEngine(model), RliteTrainEngine(on_meta(POLICIES["qwen3"], model))
     serve.build(max_model_len=64, max_num_seqs=4, dtype="bfloat16")
