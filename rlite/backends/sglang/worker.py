@@ -419,12 +419,9 @@ class SglangWorker:
             return Served([])
         checksums, limit = {}, "SGLang's own checksums are compared with those of other servers and of earlier syncs"
         try:
-            ranks = self._endpoint.call("/weights_checker", {"action": "checksum"}, self._options.start_timeout_s)[
-                "ranks"
-            ]
-            checksums = {
-                f"{key} of rank {i}": found for i, each in enumerate(ranks) for key, found in each["checksums"].items()
-            }
+            found = self._endpoint.call("/weights_checker", {"action": "checksum"}, self._options.start_timeout_s)
+            ranks = enumerate(found["ranks"])
+            checksums = {f"{name}@{rank}": at for rank, each in ranks for name, at in each["checksums"].items()}
         except CallRefused as error:
             limit = f"compared is what the server has read, because it has no checksums: {error.message}"
         told = str(self._endpoint.call("/model_info").get("weight_version"))

@@ -60,7 +60,7 @@ class DigestingWorker(Worker, Protocol):
 def sha256_of(tensor: Tensor, is_computed: bool = False) -> bytes:
     """Return the SHA-256 of a tensor's elements, in row-major order. `is_computed` loses the sign of zeros."""
     values = (tensor + 0 if is_computed else tensor).detach().contiguous().flatten()
-    return hashlib.sha256(values.view(torch.uint8).cpu().numpy()).digest()
+    return hashlib.sha256(values.view(torch.uint8).cpu().numpy().data).digest()
 
 
 def own_digests(shards: Mapping[str, ParameterShard], pieces: Sequence[Piece]) -> list[list[Digest]]:

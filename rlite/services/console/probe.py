@@ -48,8 +48,8 @@ class SyncProbe(Observer):
 
     def _evaluate(self) -> tuple[str | None, list[list[float]]]:
         """Return the digest of the weights, if it is known, and the log-probabilities of the probe on each replica."""
-        probes = [PROBE] * self._engine.num_replicas if self._engine.capabilities.has_prompt_logprobs else []
+        can, digest = self._engine.capabilities.has_prompt_logprobs, self._engine.proof and self._engine.proof[0]
         try:
-            return self._engine.proof and self._engine.proof[0], probes and self._engine.prompt_logprobs(probes)
+            return digest, self._engine.prompt_logprobs([PROBE] * self._engine.num_replicas) if can else []
         except WorkerDied:  # the lost replica is replaced
             return None, []
