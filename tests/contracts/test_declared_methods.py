@@ -20,6 +20,7 @@ from rlite.engine.registry import TrainWorker, find_backend, registered_executor
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.shared_memory import SharedArena, aligned_bytes
 from rlite.runtime.replicas import replica, transport, workers
+from rlite.runtime.replicas.digests import Digest, held_digests, sha256_of
 from rlite.runtime.replicas.replica import InferenceBackend
 from tests.contracts.executors import EXECUTORS, declared, installed_executors, recorded_calls
 from tests.tiny import build_model_dir
