@@ -52,7 +52,7 @@ def logged(save_dir):
 
 @pytest.mark.nightly
 def test_rollouts_run_ahead_of_training_by_no_more_than_the_bound(model, tmp_path, session):
-    run = trainer(model, tmp_path, total_steps=20, prompts=8)
+    run = trainer(model, tmp_path, total_steps=20, prompts=8, verify_sync=5)
     run.fit()
     rows = logged(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 21))
@@ -61,6 +61,7 @@ def test_rollouts_run_ahead_of_training_by_no_more_than_the_bound(model, tmp_pat
     assert max(staleness) == 1
     assert sum(row["reward"] for row in rows[-3:]) > sum(row["reward"] for row in rows[:3]) + 0.6
     assert run.engines.rollout.get_version() == 20
+    assert run.engines.rollout.proof is not None
 
 
 def steps(run, count):

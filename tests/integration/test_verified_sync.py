@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_dir(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", hidden=64)
 
 
-def fit(model: Path, folder: Path, steps: int = 2, lora: dict[str, Any] | None = None, **rollout: Any) -> None:
+def fit(model: Path, folder: Path, steps: int = 2, actor: Mapping[str, Any] = {}, **rollout: Any) -> None:
     sampling = SamplingOptions(max_new_tokens=4)
     options = PpoConfig(
-        actor=ActorOptions(model_name=str(model), lr=3e-3, **({} if lora is None else {"lora": lora})),
+        actor=ActorOptions(model_name=str(model), lr=3e-3, **actor),
         train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=4),
         rollout=RolloutOptions(train_sampling_params=sampling, max_model_len=64, max_num_seqs=16, **rollout),
         trainer=TrainerOptions(save_dir=str(folder), total_steps=steps, save_freq=8),
@@ -72,11 +72,11 @@ def test_a_verified_sync_names_what_is_served_otherwise(model: Path, fault: str)
     train.release()
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("actor", [{}, {"lora": {"rank": 2}}, {"offload_model": True}])
 def test_a_sound_run_is_verified_at_every_nth_sync_without_an_alarm(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lora: dict[str, Any] | None
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], actor: dict[str, Any]
 ) -> None:
-    fit(model, tmp_path, steps=3, verify_sync=2, lora=lora)
+    fit(model, tmp_path, steps=3, actor=actor, verify_sync=2)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert ALARM not in capsys.readouterr().out
 
@@ -93,7 +93,7 @@ def test_adapters_that_are_not_merged_into_what_is_sent_are_an_alarm(
 ) -> None:
     served = super(LoraTrainModule, LoraTrainModule).served_parameter
     monkeypatch.setattr(LoraTrainModule, "served_parameter", lambda self, name, value: served(self, name, value))
-    fit(model, tmp_path, lora={"rank": 2}, verify_sync=1)
+    fit(model, tmp_path, actor={"lora": {"rank": 2}}, verify_sync=1)
     told = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert told.count(ALARM) == 2
     assert "steps with updates 1" in told
