@@ -75,9 +75,6 @@ def _tensors(module: Any) -> Iterator[tuple[str, Tensor, bool]]:
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.numel():
             yield name, parameter, False
-        if name == "weight" and (multiply := getattr(module, "cpu_linear", None)) is not None:
-            yield (
-                name,
-                multiply(torch.eye(module.input_size_per_partition, dtype=parameter.dtype), parameter, None).T,
-                True,
-            )
+        size = getattr(module, "input_size_per_partition", getattr(module, "input_size", 0))
+        if name == "weight" and size and (multiply := getattr(module, "cpu_linear", None)) is not None:
+            yield name, multiply(torch.eye(size, dtype=parameter.dtype), parameter, None).T, True
