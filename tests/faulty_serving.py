@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from rlite.backends.vllm import worker as vllm
 from rlite.engine.registry import register_executor
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.shards import CheckpointReader
+from rlite.runtime.replicas.digests import Served
 
 TENSOR = "model.layers.1.self_attn.k_proj.weight"
 FAULTS = {
@@ -43,6 +45,12 @@ class Faulty:
             self._buckets = []
         super().weights_changed(version - (fault == "stale"))  # type: ignore[misc]
 
+    def digest(self, pieces: Any) -> Served:
+        served = super().digest(pieces)  # type: ignore[misc]
+        return (
+            served._replace(checksums={"norm@0": str(os.getpid())}) if "disagrees" in self.schedule.values() else served
+        )
+
 
 def make_worker(
     context: WorkerContext,
@@ -68,5 +76,6 @@ def register(name: str, backend: Any, schedule: Mapping[int, str], **options: An
 
 for name in FAULTS:
     register(name, embedded.BACKEND, {1: name, 2: name})
+register("disagrees", embedded.BACKEND, {1: "disagrees"}, is_everywhere=True)
 register("vllm-faulty", vllm.BACKEND, IN_TURN, is_everywhere=True)
 register("sglang-faulty", sglang.BACKEND, {2: "unsent"})

@@ -399,6 +399,14 @@ def test_a_verified_sync_names_the_worker_that_serves_a_flipped_bit(
         train.p2p_weight_sync(serve, verify_checksums=True)
 
 
+def test_replicas_whose_own_checksums_differ_are_named(engines: Engines, models: dict[str, Path]) -> None:
+    train = engines.train(models["qwen2"], size=2)
+    serve = RliteInferenceEngine(models["qwen2"], executor="disagrees")
+    engines._build(serve, 1, {"max_model_len": 64, "data_parallel_size": 2})
+    with pytest.raises(WeightSyncError, match=r"^norm@0, of which the first .* on inference-\d+ rank 1 "):
+        train.p2p_weight_sync(serve, verify_checksums=True)
+
+
 def test_weights_that_are_not_finite_are_named(engines: Engines, models: dict[str, Path]) -> None:
     train, serve = engines.train(models["qwen2"], size=2), engines.serve(models["qwen2"])
     train.fill("model.layers.1.input_layernorm.weight", float("nan"))
