@@ -73,7 +73,7 @@ def _layout(module: Any) -> tuple[int, list[tuple[int, int, int]]]:
 def _tensors(module: Any) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield the tensors that a layer computes with: names, values, and whether a kernel computed the values."""
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.numel():
+        if parameter.numel() and parameter.dim():
             yield name, parameter, False
         size = getattr(module, "input_size_per_partition", getattr(module, "input_size", 0))
         if name == "weight" and size and (multiply := getattr(module, "cpu_linear", None)) is not None:

@@ -118,5 +118,5 @@ def sent_digests(worker: SourceWorker, asked: Sequence[tuple[Piece, Box, bool]])
 
 
 def _in_threads(act: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    with torch.no_grad(), ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashing releases the interpreter
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashing releases the interpreter
         return list(pool.map(act, items))
