@@ -81,9 +81,12 @@ def test_a_sound_run_is_verified_at_every_nth_sync_without_an_alarm(
     assert ALARM not in capsys.readouterr().out
 
 
-def test_a_run_whose_engine_keeps_a_tensor_ends_at_the_verified_sync(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("actor", [{}, {"lora": {"rank": 2}}], ids=["weights", "adapters"])
+def test_a_run_whose_engine_keeps_a_base_weight_ends_at_the_verified_sync(
+    model: Path, tmp_path: Path, actor: dict[str, Any]
+) -> None:
     with pytest.raises(WeightSyncError, match=r"k_proj\.weight on inference-"):
-        fit(model, tmp_path, steps=4, executor="unwritten", verify_sync=2)
+        fit(model, tmp_path, steps=4, actor=actor, executor="unwritten", verify_sync=2)
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1], "the second sync is the first that is verified"
 
