@@ -257,6 +257,7 @@ def is_found(run: Path) -> str:
 
 
 def main() -> None:
+    """Attack the runs, and print how many changes were found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
