@@ -72,7 +72,7 @@ test-transformers: $(VENV)/.installed  ## tests of models with another release o
 	PYTHONPATH=$(OTHER) $(PYTEST) -m "not nightly" tests/unit/backends/models tests/unit/nn
 
 # each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
-NIGHTLY = comparison_intervals hostile_models chaos chaos_jobs architectures
+NIGHTLY = comparison_intervals audit_mutations hostile_models chaos chaos_jobs architectures
 nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
 	@failed=; $(PYTEST) -m "nightly or hypothesis" tests || failed=tests; \
 	$(MAKE) test-vllm MARKS=nightly || failed="$$failed vllm"; \

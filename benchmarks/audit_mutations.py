@@ -1,6 +1,6 @@
 """Attacks on the record of finished runs, each of which `rlite audit` has to find.
 
-    python -m benchmarks.audit_mutations [--num 500] [--seed 0] [--only SEED] [--stale | --consistent]
+    python -m benchmarks.audit_mutations [--num 100] [--seed 0] [--only SEED] [--stale | --consistent]
 
 A small GRPO run with evaluations is made, and a second one that is killed and resumed. Each mutation changes one thing
 in a copy: a byte of a record file, a reward, a log-probability, an advantage, a version, a value of metrics.jsonl, two
@@ -259,7 +259,7 @@ def is_found(run: Path) -> str:
 def main() -> None:
     """Attack the runs, and print how many changes were found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=500)
+    parser.add_argument("--num", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int)
     parser.add_argument("--stale", action="store_true")

@@ -64,9 +64,8 @@ def main() -> None:
         rlite.shutdown()
     step, link = statistics.median(steps), statistics.median(links)
     print(f"{given.steps} steps, {given.threads} threads: a step {step:.2f} s, a link {1e3 * link:.1f} ms")
-    print(
-        f"share of a step, with a save after every step: {link / step:.2%}; after every {EVERY}: {link / step / EVERY:.2%}"
-    )
+    shares = f"{link / step:.2%} with a save after every step, {link / step / EVERY:.2%} after every {EVERY}"
+    print(f"share of the steps: {shares}")
     raise SystemExit(link / step > LIMIT)
 
 
