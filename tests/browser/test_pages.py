@@ -524,6 +524,24 @@ def test_reasons_of_one_kind_lie_below_each_other(chromium: Browser, tmp_path: P
         page.context.close()
 
 
+def test_the_ledger_shows_what_an_audit_has_found(chromium: Browser, tmp_path: Path) -> None:
+    row = {"step": 1, "sample": 0, "group": 0, "item": "", "status": "trained", "reason": ""}
+    write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))
+    found = {"place": "record, step 1", "problem": "<b>reward</b> 2, and the batch has 1"}
+    content = {"found": [found], "checked": {"rows of rollouts": 12}, "not_checked": ["no chain"]}
+    (tmp_path / "audit.json").write_text(json.dumps(content))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/ledger")
+        card = page.locator("section", has_text="Audit").last
+        text = card.inner_text()
+        page.context.close()
+    assert "1 contradictions" in text
+    assert "record, step 1 <b>reward</b> 2, and the batch has 1" in text
+    assert "checked: 12 rows of rollouts" in text
+    assert "not checked: no chain" in text
+
+
 def test_pages_are_light_or_dark(chromium: Browser, url: str) -> None:
     def is_dark() -> bool:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -63,7 +63,7 @@ def echo() -> Iterator[str]:
         def state(self) -> State:
             return State()
 
-    yield from serve(create_app(Echo, Say, Heard, env_name="echo", max_concurrent_envs=64))
+    yield from serve(create_app(Echo, Say, Heard, env_name="echo", max_concurrent_envs=256))
 
 
 def test_a_server_of_texts_plays_and_rewards_an_episode(echo: str) -> None:

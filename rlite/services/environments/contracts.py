@@ -57,7 +57,16 @@ def _verifiers(name: str, config: dict[str, Any], options: dict[str, Any]) -> Ma
     if environment.check() == 0:
         raise ConfigError(f"{environment.name} has no tasks")
 
-    def make(gconfig: Any, tokenizer: Any, max_turns: int | None = None, max_length: int | None = None) -> Any:
+    def make(
+        gconfig: Any,
+        tokenizer: Any,
+        max_turns: int | None = None,
+        max_length: int | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if chat_template_options:
+            told = f"chat_template_options={dict(chat_template_options)}: the harness of {environment.name}"
+            raise ConfigError(f"{told} asks for prompts without any; leave them out")
         return VerifiersWorkflow(environment, gconfig, tokenizer, max_length)
 
     return make
