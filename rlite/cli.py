@@ -78,6 +78,7 @@ COMMANDS = {
     "doctor": Command("rlite.assembly.commands.doctor", "rlite.assembly.commands.doctor:DoctorConfig"),
     **{name: Command(trainer.module, trainer.options) for name, trainer in TRAINERS.items()},
     "env": Command("rlite.assembly.commands.env_check", "rlite.assembly.commands.env_options:EnvConfig"),
+    "why": Command("rlite.assembly.why.command", "rlite.assembly.why.options:WhyConfig"),
     "view": Command("rlite.viewer.command", "rlite.viewer.options:ViewConfig"),
     "replay": Command("rlite.assembly.proof.replay", "rlite.assembly.proof.options:ReplayConfig"),
     "audit": Command("rlite.assembly.proof.audit", "rlite.assembly.proof.options:AuditConfig"),

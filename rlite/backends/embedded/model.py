@@ -13,6 +13,7 @@ are `[tokens, ...]`, rotary angles come from a table, and activations that are n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +169,12 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
     return whole
 
 
+See = Callable[..., None]
+"""see(name, *values): takes the activations `[tokens, ...]` of a module; they may be overwritten after the call"""
+ROTATED, ATTENDED = "self_attn.rotated", "self_attn.attended"
+"""activations inside of an attention layer: rotated queries and keys, and values; the output of the attention"""
+
+
 class LeanDecoder:
     """The computation of one model. The model owns the parameters.
 
@@ -195,6 +202,14 @@ class LeanDecoder:
         self._pointwise = Pointwise(angles, self._is_native)
         self._merged: list[tuple[Merged, Merged] | None] = [None] * len(self._layers)
         """products of queries, keys and values, and of gate and up; None computes one product for each parameter"""
+        self.see: See | None = None
+        """called with the activations of each forward pass"""
+
+    def _seen(self, layer: int, part: str, *values: Tensor) -> Tensor:
+        """Return the first of some activations, after showing them to `see`."""
+        if self.see is not None:
+            self.see(f"model.layers.{layer}.{part}", *values)
+        return values[0]
 
     def merge(self) -> None:
         """Merge the products of one input, as long as their parameters are at their addresses."""
@@ -240,7 +255,10 @@ class LeanDecoder:
         x, h = self._embedding.forward(tokens).float(), None
         for layer in self._layers:
             h = self._layer(layer, x, h, positions, plan, missing)
-        return self._product(self._head.forward, self._pointwise.add_norm(self._norm, x, h))[:rows]
+        logits = self._product(self._head.forward, self._pointwise.add_norm(self._norm, x, h))[:rows]
+        if self.see is not None:
+            self.see("lm_head", logits)
+        return logits
 
     def _layer(
         self, module: Any, x: Tensor, added: Tensor | None, positions: Tensor, plan: AttentionPlan, missing: int = 0
@@ -250,7 +268,9 @@ class LeanDecoder:
         The last `missing` rows belong to no sequence.
         """
         attention, mlp, merged = module.self_attn, module.mlp, self._merged[module.self_attn.layer_idx]
-        h = self._pointwise.add_norm(module.input_layernorm, x, added)
+        h = self._seen(
+            attention.layer_idx, "input_layernorm", self._pointwise.add_norm(module.input_layernorm, x, added)
+        )
         if merged is not None:
             heads = self._product(linear, h, *merged[0])
             query, key, value = self._pointwise.split_rotate(attention, heads, positions)
@@ -259,15 +279,19 @@ class LeanDecoder:
             value = self._projected(attention, "v", h)
         if missing:
             query, key, value = (heads[:-missing] for heads in (query, key, value))
+        self._seen(attention.layer_idx, ROTATED, query, key, value)
         h = plan.attend(attention.layer_idx, query, key, value, Weighting(attention.scaling)).flatten(1)
+        self._seen(attention.layer_idx, ATTENDED, h)
         h = F.pad(h, (0, 0, 0, missing)) if missing else h
-        h = self._pointwise.add_norm(module.post_attention_layernorm, x, self._product(attention.o_proj.forward, h))
+        h = self._seen(attention.layer_idx, "self_attn.o_proj", self._product(attention.o_proj.forward, h))
+        h = self._pointwise.add_norm(module.post_attention_layernorm, x, h)
+        self._seen(attention.layer_idx, "post_attention_layernorm", h)
         if merged is not None:
             h = self._pointwise.split_gate(self._product(linear, h, *merged[1]))
         else:
             gate, up = (self._product(layer.forward, h) for layer in (mlp.gate_proj, mlp.up_proj))
             h = self._pointwise.gate(mlp.act_fn, gate, up)
-        return self._product(mlp.down_proj.forward, h)
+        return self._seen(attention.layer_idx, "mlp", self._product(mlp.down_proj.forward, h))
 
     def _rotated(self, attention: Any, which: str, h: Tensor, positions: Tensor) -> Tensor:
         heads = self._projected(attention, which, h)
@@ -304,6 +328,12 @@ class _Place(NamedTuple):
         """Give the parameter memory without values."""
         shape = [s.stop - s.start for s in self.box]
         self.set(torch.empty(shape, dtype=dtype, device=device))
+
+
+def show(see: See, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    """Call `see` with the tensors among a module's outputs; a forward hook but for its first two arguments."""
+    values = output if isinstance(output, tuple) else (output,)
+    see(name, *(value for value in values if isinstance(value, Tensor)))
 
 
 def served_layers(model: PreTrainedModel, plan: TensorParallelPlan) -> AttentionLayers:
@@ -430,6 +460,14 @@ class ShardedModel:
             with torch.inference_mode():
                 self.prompt_logits(plan)
         return plan.states
+
+    def watch(self, see: See) -> None:
+        """Call `see(name, *values)` with the activations of modules in each forward pass, by the modules' names."""
+        if self._lean is not None:
+            self._lean.see = see
+            return
+        for name, module in self.model.named_modules():
+            module.register_forward_hook(partial(show, see, name))
 
     def load(self, path: str | None = None) -> None:
         """Fill the parameters from a checkpoint of this model. Each rank reads its own blocks.

@@ -200,6 +200,11 @@ class EmbeddedWorker:
         is_off = obstacle is not None or self.options.speculation is False
         return None if is_off else Speculator(is_always=self.options.speculation is True)
 
+    @property
+    def weights(self) -> ShardedModel:
+        """The model, for readers of its weights and activations."""
+        return self._weights
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,219 @@
+"""The hypotheses: for each cause, the settings of the reference in which it would compute what was recorded.
+
+They follow from what two computations of one token can differ in: the tokens before it, their positions, the weights,
+the precision, the attention, the experts, and how a log-probability is made of logits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from rlite.assembly.why.evidence import Case, Ids, Span
+from rlite.assembly.why.reference import Reference, Setting, label_logprobs
+
+FACTORS = (0.01, 0.1, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, 10.0, 100.0)
+"""grid of a factor; the best ones are refined"""
+MESSAGE = "\u2603 message \u2603"
+MAX_SPECIAL, MAX_PARTS = 16, 7
+"""special tokens that are tried in a prompt; parts of a prompt between special tokens that are left out"""
+NEAR = 1e-3
+"""distance of log-probabilities below which a token may be the one that was sampled"""
+
+
+class Hypothesis(NamedTuple):
+    """One deviation from the honest computation."""
+
+    cause: str
+    text: str
+    """the deviation in words; `{}` stands for the value of `number`"""
+    changes: Setting
+    number: str | None = None
+    """the change that is a positive number, which may lie beside the grid"""
+
+
+def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothesis]:
+    """Yield the hypotheses on the record of a side."""
+    yield Hypothesis("code", f"the {side}'s code in this process", {"code": side})
+    yield from of_sampling()
+    yield from of_weights(case, reference.exact)
+    for name, dtype in {"dtype": torch.bfloat16, "stored": torch.float8_e4m3fn}.items():
+        yield Hypothesis("precision", f"{name} {dtype}", {name: dtype})
+    yield Hypothesis("precision", "stored torch.int8", {"stored": torch.int8})
+    yield from of_position()
+    longest = max(len(span.before) + len(span.ids) for span in case.spans)
+    yield from of_attention(reference.model.config.get_text_config().num_hidden_layers, longest)
+    if reference.shape is not None:
+        yield from of_routing(reference.shape.num_layers, reference.shape.top_k)
+    yield from of_prompts(case, reference.tokenizer)
+
+
+def of_sampling() -> Iterator[Hypothesis]:
+    """Yield other ways to make log-probabilities of logits."""
+    for x in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0):
+        yield Hypothesis("temperature", "at temperature {:.4g}", {"temperature": x}, "temperature")
+    yield Hypothesis("kept sets", "normalised over the whole vocabulary", {"top_p": 1.0, "top_k": 0})
+    for p in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99):
+        yield Hypothesis("kept sets", f"normalised over the ids that top_p={p} keeps", {"top_p": p, "top_k": 0})
+    for k in (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 200):
+        yield Hypothesis("kept sets", f"normalised over the {k} most likely ids", {"top_p": 1.0, "top_k": k})
+
+
+def of_weights(case: Case, exact: int) -> Iterator[Hypothesis]:
+    """Yield other saved weights, as a whole and in one part of the model."""
+    parts = {match[0] if (match := re.match(r".*?layers\.\d+\.", name)) else name for name in case.states[exact]}
+    for step in sorted(case.states.keys() - {exact}, key=lambda step: abs(step - exact)):
+        cause, text = "stale weights", f"with the weights after step {step}, not {exact}"
+        if case.option("actor.lora") and step == 0:
+            cause, text = "adapter", "with the base model, without its adapter"
+            for x in FACTORS:
+                yield Hypothesis(cause, f"with the adapter's scale times {x:g}", {"weights": step, "amount": 1 - x})
+        yield Hypothesis(cause, text, {"weights": step})
+        for part in sorted(parts):
+            yield Hypothesis(cause, f"{text}, in {part.rstrip('.')} alone", {"weights": step, "part": part})
+
+
+def of_position() -> Iterator[Hypothesis]:
+    """Yield other positions of the model's tokens, and other rotary frequencies."""
+    rules: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "positions begin at 0 again at the model's first token": lambda p, n: torch.where(p >= n, p - n, p),
+        "positions stop at the model's first token": lambda p, n: p.clamp(max=n),
+        "positions stop at the prompt's last token": lambda p, n: p.clamp(max=n - 1),
+        "no positions: all are 0": lambda p, n: p * 0,
+    }
+    for by in (*range(-4, 0), *range(1, 9)):
+        rules[f"the model's tokens {by:+d} positions away"] = lambda p, n, by=by: (p + by * (p >= n)).clamp(min=0)
+    yield from (Hypothesis("position", text, {"position": rule}) for text, rule in rules.items())
+    for (name, text), x in product({"theta": "the rotary base", "stretch": "positions"}.items(), FACTORS):
+        yield Hypothesis("position", f"{text} times {{:.4g}}", {name: x}, name)
+
+
+def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
+    """Yield other attention, in all layers and in one."""
+    windows = {1, 2, 4, *(max(longest * part // 16, 1) for part in range(2, 16))}
+    changes: list[tuple[str, Setting, str | None]] = [
+        ("queries see later tokens", {"is_causal": False}, None),
+        ("query heads take key heads in turns", {"is_tiled": True}, None),
+        *((f"a query sees {size} positions", {"window": size}, None) for size in sorted(windows)),
+        *(("scores times {:.4g}", {"scale": x}, "scale") for x in FACTORS),
+    ]
+    for layer, (text, change, number) in product((None, *range(num_layers)), changes):
+        yield Hypothesis("attention", text, {**change, "layer": layer}, number)
+
+
+def of_routing(num_layers: int, top_k: int) -> Iterator[Hypothesis]:
+    """Yield other choices and weights of experts, in all mixtures and in one."""
+    choices: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "each expert's neighbour chosen": lambda x, n: (x + 1) % n,
+        "the neighbour before each expert chosen": lambda x, n: (x - 1) % n,
+        "experts in reverse order": lambda x, n: n - 1 - x,
+        "the first experts chosen always": lambda x, n: torch.arange(x.shape[-1]).expand_as(x),
+        "the experts of the token before": lambda x, n: x.roll(1, 1),
+        "the experts of the token after": lambda x, n: x.roll(-1, 1),
+        "the experts of the mixture before": lambda x, n: x.roll(1, 2),
+    }
+    changes: dict[str, Setting] = {text: {"choice": choice} for text, choice in choices.items()}
+    changes |= {f"{k} experts for a token": {"router": ("top_k", k)} for k in (1, top_k - 1, top_k + 1, 2 * top_k) if k}
+    changes |= {f"norm_topk_prob={on}": {"router": ("norm_topk_prob", on)} for on in (True, False)}
+    for layer, (text, change) in product((None, *range(num_layers)), changes.items()):
+        yield Hypothesis("routing", text, {**change, "layer": layer})
+
+
+def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:
+    """Yield other tokens before the model's own: encoded again, rendered otherwise, or cut."""
+
+    def encode(text: str) -> Ids:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(ids: Ids) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def whole(before: Ids, own: Ids) -> tuple[Ids, Ids]:
+        ids = encode(decode((*before, *own)))
+        return ids[: len(before)], (*ids[len(before) :], *own)[: len(own)]
+
+    yield Hypothesis("re-tokenisation", "with the text before encoded again", {"before": lambda x: encode(decode(x))})
+    yield Hypothesis("re-tokenisation", "with the whole text encoded again", {"own": whole})
+    special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
+    edits: dict[str, Callable[[Ids], Ids]] = {
+        "without special tokens": lambda x: tuple(token for token in x if token not in special),
+        "without white space at its end": lambda x: encode(decode(x).rstrip()),
+    }
+    for extra in (*((token,) for token in special[:MAX_SPECIAL]), encode("\n"), encode(" ")):
+        edits[f"with {decode(extra)!r} before it"] = lambda x, extra=extra: (*extra, *x)
+        edits[f"with {decode(extra)!r} after it"] = lambda x, extra=extra: (*x, *extra)
+    for count in (*range(1, 9), 16, 32, 64):
+        edits[f"without its last {count} tokens"] = lambda x, n=count: x[:-n]
+        edits[f"without its first {count} tokens"] = lambda x, n=count: x[n:]
+    for first, last in product(range(MAX_PARTS), repeat=2):
+        edits[f"without parts {first} to {last}"] = partial(without_parts, special=special, first=first, last=last)
+    for text, render in renderings(tokenizer).items():
+        edits[f"rendered {text}"] = lambda x, render=render: encode(render(decode(x)))
+    prompts = {span.before for span in case.spans}
+    for text, edit in edits.items():
+        if any(edit(before) != before for before in prompts):
+            yield Hypothesis("template", f"with the prompt {text}", {"before": edit})
+
+
+def without_parts(ids: Ids, special: list[int], first: int, last: int) -> Ids:
+    """Return ids without some of the parts that begin at special tokens."""
+    numbers = torch.tensor([token in special for token in ids]).cumsum(0).tolist()
+    return tuple(token for token, number in zip(ids, numbers, strict=True) if not first <= number <= last)
+
+
+def renderings(tokenizer: Any) -> dict[str, Callable[[str], str]]:
+    """Return other ways to render a prompt of one message of a user, with the words for each."""
+
+    def render(*messages: str, **options: Any) -> str:
+        roles = ("system", "user")[-len(messages) :]
+        chat = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
+        return str(tokenizer.apply_chat_template(chat, **{"tokenize": False, "add_generation_prompt": True, **options}))
+
+    def again(text: str, form: str) -> str:
+        message, is_found, rest = text.removeprefix(head).partition(tail)
+        return form.replace(MESSAGE, message) + rest if is_found and text.startswith(head) else text
+
+    try:
+        head, _, tail = render(MESSAGE).partition(MESSAGE)
+        forms = {
+            "without the generation prompt": render(MESSAGE, add_generation_prompt=False),
+            "with enable_thinking=false": render(MESSAGE, enable_thinking=False),
+            "by no template": MESSAGE,
+            "twice": render(render(MESSAGE)),
+            "with an empty system message": render("", MESSAGE),
+            "with a system message": render("You are a helpful assistant.", MESSAGE),
+        }
+    except (TemplateError, ValueError, TypeError, KeyError):  # the checkpoint's template, or there is none
+        return {}
+    return {text: partial(again, form=form) for text, form in forms.items()} if tail else {}
+
+
+def sampled_tokens(case: Case, reference: Reference, side: str) -> Hypothesis:
+    """Return the hypothesis that the recorded ids are the text encoded again, and the record is of other tokens.
+
+    Each token is the one whose text goes on with the recorded text, and whose log-probability is the recorded one.
+    """
+    pieces = reference.tokenizer.batch_decode([[token] for token in range(len(reference.tokenizer))])
+    sampling, made = case.sampling(side), dict[Ids, Ids]()
+    for span in case.spans:
+        text, found = reference.tokenizer.decode(list(span.ids)), Ids()
+        for recorded in span.records[side].tolist():
+            logits, _ = reference.logits({}, [Span(span.before, (*found, 0), 0, {})])
+            tokens = torch.tensor([token for token, piece in enumerate(pieces) if piece and text.startswith(piece)])
+            if not len(tokens):
+                break
+            errors = (label_logprobs(logits[-1:].expand(len(tokens), -1), tokens, sampling) - recorded).abs()
+            if not errors.min() < NEAR:
+                break
+            found = (*found, int(tokens[errors.argmin()]))
+            text = text[len(pieces[found[-1]]) :]
+        made[span.before, span.ids] = (*found, *span.ids[len(found) :])  # type: ignore[index]
+    text = "of the tokens that were sampled; the recorded ids are their text encoded again"
+    return Hypothesis("re-tokenisation", text, {"own": lambda before, own: (before, made.get((before, own), own))})
