@@ -26,6 +26,7 @@ from rlite.assembly.why.evidence import SIDES, Case, open_case
 from rlite.assembly.why.hypotheses import Hypothesis, hypotheses, sampled_tokens
 from rlite.assembly.why.options import WhyConfig
 from rlite.assembly.why.reference import OF_CODE, SAMPLING, Reference, Setting, label_logprobs
+from rlite.errors import DataError
 from rlite.imports import import_module
 from rlite.trainer.options import LaunchOptions
 
@@ -156,7 +157,11 @@ class Search:
         found = Candidate(parts, math.inf)
         if "code" in found.setting and found.setting.keys() - OF_CODE:
             return found
-        return found._replace(left=float((self._logprobs(found.setting) - self._recorded).abs().nanmean()))
+        try:
+            return found._replace(left=float((self._logprobs(found.setting) - self._recorded).abs().nanmean()))
+        except DataError as error:
+            self._case.notes.append(str(error))
+            return found
 
     def refined(self, found: Candidate) -> Candidate:
         """Return a candidate with its numbers searched beside the grid, one after the other."""

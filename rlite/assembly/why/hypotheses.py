@@ -100,6 +100,7 @@ def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
     windows = {1, 2, 4, *(max(longest * part // 16, 1) for part in range(2, 16))}
     changes: list[tuple[str, Setting, str | None]] = [
         ("queries see later tokens", {"is_causal": False}, None),
+        ("the model's tokens see themselves alone", {"is_split": True}, None),
         ("query heads take key heads in turns", {"is_tiled": True}, None),
         *((f"a query sees {size} positions", {"window": size}, None) for size in sorted(windows)),
         *(("scores times {:.4g}", {"scale": x}, "scale") for x in FACTORS),

@@ -9,7 +9,8 @@ honest computation. So two hypotheses on different points combine. Its keys:
     before, own                 functions of the tokens before the model's own, and of both
     position, stretch, theta    function of positions and of the model's first place; factors of positions, and of the
                                 base of the rotary frequencies
-    scale, window, is_causal, is_tiled      the attention; is_tiled: query heads take key heads in turns, not in blocks
+    scale, window, is_causal, is_tiled, is_split    the attention; is_tiled: query heads take key heads in turns, not in
+                                blocks; is_split: the model's tokens do not see those before them
     router, choice              an attribute of routers and its value; function of the chosen experts [rows, tokens,
                                 layers, K] and of the number of experts
     layer                       the only layer whose attention or routing deviates
@@ -45,9 +46,10 @@ NAME = "rlite_reference"
 SAMPLING = ("temperature", "top_p", "top_k")
 OF_CODE = {"code", "weights", *SAMPLING}
 """keys of a setting that code in this process can follow"""
-_GREEDY = GenerationHyperparameters(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-_CURRENT: ContextVar[tuple[Setting, Tensor, See | None]] = ContextVar("current")
-"""setting, lengths of the rows and observer of the forward pass under way"""
+LEAST_LOGIT = -1e4
+"""logit of a token that the engine must not sample"""
+_CURRENT: ContextVar[tuple[Setting, Tensor, Tensor, See | None]] = ContextVar("current")
+"""setting, lengths of the rows, places of the model's first tokens, and observer of the forward pass under way"""
 
 
 def attend(
@@ -72,7 +74,7 @@ def attend(
     """
     if asked.get("softcap") is not None or asked.get("s_aux") is not None:
         raise ConfigError("rlite why knows no attention with soft caps or sinks; this run cannot be explained")
-    setting, lengths, see = _CURRENT.get()
+    setting, lengths, starts, see = _CURRENT.get()
     get = setting.get if setting.get("layer") in (None, module.layer_idx) else {}.get
     name, show = f"model.layers.{module.layer_idx}.", see or (lambda *_: None)
     show(name + ROTATED, *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))
@@ -81,6 +83,8 @@ def attend(
     distance = tokens[:, None] - tokens
     seen = (tokens < lengths[:, None, None, None]) & ((distance >= 0) if get("is_causal", True) else True)
     seen = seen & (distance < min(asked.get("sliding_window") or len(tokens), get("window", len(tokens))))
+    if get("is_split"):
+        seen = seen & ~((tokens < starts[:, None, None, None]) & (tokens[:, None] >= starts[:, None, None, None]))
     scores = query @ key[:, order].mT * (scaling * get("scale", 1.0))
     weights = scores.masked_fill(~(seen | (distance == 0)), float("-inf")).softmax(-1, torch.float32)
     output = (weights.to(value.dtype) @ value[:, order]).transpose(1, 2).contiguous()
@@ -121,7 +125,8 @@ class Reference:
             see: called with the activations of the modules.
         """
         if "code" in setting:
-            logits = self._served(setting, spans) if setting["code"] == "engine" else self._trained(setting, spans)
+            is_engine = setting["code"] == "engine"
+            logits = self.serve(setting, spans)["lm_head"][0].float() if is_engine else self._trained(setting, spans)
             return logits, torch.tensor([token for span in spans for token in span.ids])
         self._load(setting)
         pairs = [(setting.get("before", tuple)(span.before) or span.before[:1], span.ids) for span in spans]
@@ -132,7 +137,8 @@ class Reference:
             places = torch.stack(
                 [setting["position"](own, len(pair[0])) for own, pair in zip(places, pairs, strict=True)]
             )
-        mark = _CURRENT.set((setting, lengths, see))
+        starts = torch.tensor([len(before) for before, _ in pairs])
+        mark = _CURRENT.set((setting, lengths, starts, see))
         try:
             with self._deviating(setting), watching(self.model, see):
                 logits = self._forward(setting, tokens, places * setting.get("stretch", 1))
@@ -201,33 +207,39 @@ class Reference:
 
     # -- the code of this process --------------------------------------------------------------------------------
 
-    def serve(self, setting: Setting, sequences: Sequence[tuple[int, ...]]) -> Activations:
-        """Return the activations of the engine, which prefills each sequence but for its last token, and decodes that.
+    def serve(self, setting: Setting, spans: Sequence[Span]) -> Activations:
+        """Return the activations of the engine, which decodes the tokens of each span after a prefill.
 
         Args:
             setting: whose weights are served.
-            sequences: token ids.
+            spans: the spans.
 
         Raises:
             DataError: the engine refuses a sequence.
         """
         case, found = self._case, Activations()
-        options = EmbeddedOptions(dtype=str(case.dtype)[6:], max_model_len=max(map(len, sequences)) + 1, max_num_seqs=1)
+        lengths = [len(span.before) + len(span.ids) for span in spans]
+        longest = max(*lengths, int(case.option("rollout.max_model_len", 0)))
+        options = EmbeddedOptions(dtype=str(case.dtype)[6:], max_model_len=longest, max_num_seqs=1)
         worker = EmbeddedWorker(case.model_name, options, torch.device("cpu"))
-        state = self.weights(setting)
+        state, forced = self.weights(setting), iter([token for span in spans for token in span.ids])
         for name, shard in worker.parameter_shards().items():
             shard.tensor.copy_(state[name])
         worker.weights_changed(1)
-        worker.weights.watch(partial(keep, found))
-        for number, ids in enumerate(sequences):
-            request = SequenceRequest(request_id=number, input_ids=list(ids), gconfig=_GREEDY, seed=0)
-            if error := worker.advance([request], [], 1)[0].error:
+
+        def see(name: str, *values: Tensor) -> None:
+            keep(found, name, *values)
+            if name == "lm_head":  # the recorded token is the one to sample
+                values[0].fill_(LEAST_LOGIT)
+                values[0][..., next(forced)] = 0
+
+        worker.weights.watch(see)
+        for number, span in enumerate(spans):
+            sampling = GenerationHyperparameters(max_new_tokens=len(span.ids), greedy=True, ignore_eos=True)
+            request = SequenceRequest(request_id=number, input_ids=list(span.before), gconfig=sampling, seed=0)
+            if error := worker.advance([request], [], len(span.ids))[0].error:
                 raise DataError(f"the engine refuses a recorded sequence: {error}")
         return found
-
-    def _served(self, setting: Setting, spans: Sequence[Span]) -> Tensor:
-        sequences = [(*span.before, *span.ids[:count]) for span in spans for count in range(len(span.ids))]
-        return self.serve(setting, sequences)["lm_head"][0].float()
 
     def _trained(self, setting: Setting, spans: Sequence[Span]) -> Tensor:
         """Return the trainer's logits; it computes all spans at once."""
@@ -240,14 +252,13 @@ class Reference:
     @torch.inference_mode()
     def difference(self, side: str, setting: Setting, span: Span) -> Difference | None:
         """Return the first module in which a side's code differs beyond rounding on a sequence; None if none does."""
-        ids = (*span.before, *span.ids)
-        span = Span(ids[:1], ids[1:], 0, {})
+        ids = (*span.before, *span.ids[:-1])
         weights = {name: setting[name] for name in ("weights", "part", "amount") if name in setting}
         exact, coarse = Activations(), Activations()
         for found, dtype in ((exact, torch.float32), (coarse, self._case.dtype)):
-            self.logits({**weights, "dtype": dtype}, [span], partial(keep, found))
+            self.logits({**weights, "dtype": dtype}, [Span(ids[:1], ids[1:], 0, {})], partial(keep, found))
         if side == "engine":
-            return first_difference(self.serve(weights, [ids]), exact, coarse)
+            return first_difference(self.serve(weights, [span]), exact, coarse)
         self._case.load(setting.get("weights", self.exact))
         pack = {"input_ids": torch.tensor(ids * 2), "position_ids": torch.arange(len(ids)).repeat(2)}
         pack |= {"cu_seqlens": torch.tensor([0, len(ids), 2 * len(ids)], dtype=torch.int32), "max_seqlen": len(ids)}

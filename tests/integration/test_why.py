@@ -1,0 +1,247 @@
+"""`rlite why`: faults that are planted in tiny runs are named, with the layer; what rounds is called rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import rlite
+from rlite.assembly.launch import session_of
+from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
+from rlite.assembly.why.command import explain_mismatch
+from rlite.backends.embedded.cache import EmbeddedOptions
+from rlite.backends.embedded.model import LeanDecoder
+from rlite.backends.embedded.worker import EmbeddedWorker
+from rlite.nn import LoraOptions
+from rlite.rollout import SingleTurnWorkflow
+from rlite.trainer.options import LaunchOptions, SamplingOptions, TrainerOptions
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
+from tests.integration.rewards import digits
+from tests.mixtures import build_mixture_dir
+from tests.planted import Fault, at_tokens, logits_of, plant, saved_weights
+
+ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(3) for b in range(3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    rlite.init(num_devices=1, num_threads=1)
+    yield
+    rlite.shutdown()
+
+
+def train(folder: Path, model: Path, steps: int = 3, tokenizer: Any = None, rows: Any = ROWS, **options: Any) -> Path:
+    """Train a model by PPO, and record every token."""
+    sampling = SamplingOptions(**{"max_new_tokens": 8, **options.pop("sampling", {})})
+    limits: Any = {"max_model_len": 64, "dynamic_filtering": False, **options.pop("rollout", {})}
+    given = PpoConfig(
+        actor=ActorOptions(model_name=str(model), lr=1e-2, **options.pop("actor", {})),
+        train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=2),
+        rollout=RolloutOptions(train_sampling_params=sampling, **limits),
+        trainer=TrainerOptions(save_dir=str(folder), total_steps=steps, save_freq=1, keep=9, record="all", **options),
+    )
+    with session_of(LaunchOptions()):
+        PpoTrainer(given, SingleTurnWorkflow(digits, sampling.gconfig(), tokenizer or byte_tokenizer()), rows).fit()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    return build_tiny_qwen3(folder, seed=0, hidden_size=64, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """runs(kind): the folder of a run, and the weights before its last step and one step earlier."""
+    made: dict[str, tuple[Path, Path, Path]] = {}
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "lora": {"actor": {"lora": LoraOptions(rank=4, alpha=8.0)}},
+        "truncated": {"sampling": {"top_p": 0.9, "temperature": 0.8}},
+        "half": {"rollout": {"dtype": "bfloat16"}},
+        "mixture": {},
+    }
+
+    def run(kind: str) -> tuple[Path, Path, Path]:
+        if kind not in made:
+            root = tmp_path_factory.mktemp(kind)
+            own = build_mixture_dir(root / "model", "qwen3_moe") if kind == "mixture" else model
+            folder = train(root / "run", own, **kinds[kind])
+            made[kind] = folder, saved_weights(folder, 2, root / "w2"), saved_weights(folder, 1, root / "w1")
+        return made[kind]
+
+    return run
+
+
+# -- faults --------------------------------------------------------------------------------------------------------
+
+
+def cooler(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    return at_tokens(logits_of(model, ids), ids, 0.83)
+
+
+def unchanged(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    return at_tokens(logits_of(model, ids), ids)
+
+
+def cut(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Keep the 20 most likely ids."""
+    logits = logits_of(model, ids)
+    lowest = logits.topk(20).values[:, -1:]
+    kept = logits.masked_fill(logits < lowest, float("-inf"))
+    places = torch.tensor(ids[1:])[:, None]
+    outside = logits[:-1].gather(1, places)[:, 0] - kept[:-1].logsumexp(-1)
+    return torch.cat([torch.zeros(1), outside])
+
+
+def sharper(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Weigh the scores of layer 1 more."""
+    model.model.layers[1].self_attn.scaling = 1.3 * model.model.layers[0].self_attn.scaling
+    return at_tokens(logits_of(model, ids), ids)
+
+
+def moved(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Count positions as if the prompt were padded by 3 tokens."""
+    places = torch.arange(len(ids))
+    return at_tokens(logits_of(model, ids, places + 3 * (places >= start)), ids)
+
+
+def other_base(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Rotate by frequencies of another base."""
+    rotary = model.model.rotary_emb
+    size = len(rotary.inv_freq)
+    rotary.inv_freq = 300.0 ** -(torch.arange(size) / size)
+    return at_tokens(logits_of(model, ids), ids)
+
+
+def without_opening(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Render the prompt without the generation prompt."""
+    opening = byte_tokenizer().encode("<|im_start|>assistant\n")
+    assert ids[start - len(opening) : start] == opening
+    rest = [*ids[: start - len(opening)], *ids[start:]]
+    return torch.cat([torch.zeros(len(opening)), unchanged(model, rest, start)])
+
+
+def one_expert(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Choose one expert in the second mixture."""
+    model.model.layers[2].mlp.gate.top_k = 1
+    return at_tokens(logits_of(model, ids), ids)
+
+
+def cooler_and_sharper(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    sharper(model, ids, start)
+    return cooler(model, ids, start)
+
+
+FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
+    "temperature": ("plain", 2, cooler, "temperature", None),
+    "kept sets": ("plain", 2, cut, "kept sets", None),
+    "whole vocabulary": ("truncated", 2, lambda m, ids, n: at_tokens(logits_of(m, ids), ids, 0.8), "kept sets", None),
+    "stale weights": ("plain", 1, unchanged, "stale weights", None),
+    "attention": ("plain", 2, sharper, "attention", 1),
+    "position": ("plain", 2, moved, "position", None),
+    "rotary base": ("plain", 2, other_base, "position", None),
+    "template": ("plain", 2, without_opening, "template", None),
+    "routing": ("mixture", 2, one_expert, "routing", 1),
+    "stale and cooler": ("plain", 1, cooler, "stale weights + temperature", None),
+    "cooler and sharper": ("plain", 2, cooler_and_sharper, "temperature + attention", 1),
+}
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_fault_of_the_engine_is_named(name: str, runs: Any, tmp_path: Path) -> None:
+    kind, step, fault, cause, layer = FAULTS[name]
+    run, *weights = runs(kind)
+    found = explain_mismatch(plant(run, tmp_path / "run", weights[2 - step], fault))
+    engine, trainer = found.verdicts
+    assert set(engine.cause.split(" + ")) == set(cause.split(" + ")), engine
+    assert engine.layer == layer
+    assert engine.left < 1e-4 < engine.honest
+    assert trainer.cause == "rounding"
+    assert "code" in engine.excluded
+
+
+def test_a_dropped_adapter_is_named(model: Path, runs: Any, tmp_path: Path) -> None:
+    run, *_ = runs("lora")
+    assert explain_mismatch(plant(run, tmp_path / "run", model, unchanged)).cause == "adapter"
+
+
+def test_a_fault_of_the_trainer_is_named(runs: Any, tmp_path: Path) -> None:
+    run, weights, _ = runs("plain")
+    found = explain_mismatch(plant(run, tmp_path / "run", weights, cooler, column="trainer_logprobs"))
+    assert [(each.side, each.cause) for each in found.verdicts] == [("engine", "rounding"), ("trainer", "temperature")]
+
+
+def test_an_engine_in_bfloat16_is_rounding_if_it_was_asked_for_and_else_precision(runs: Any, tmp_path: Path) -> None:
+    found = explain_mismatch(runs("half")[0])
+    assert found.cause == "rounding"
+    assert found.mismatch > 1e-4
+    run, weights, _ = runs("plain")
+    worker = EmbeddedWorker(str(weights), EmbeddedOptions(dtype="bfloat16", max_model_len=64), torch.device("cpu"))
+
+    def served(model: Any, ids: list[int], start: int) -> list[float]:
+        return [0.0, *worker.prompt_logprobs([ids], 0)[0].logprobs]
+
+    assert explain_mismatch(plant(run, tmp_path / "run", weights, served)).cause == "precision"  # type: ignore[arg-type]
+
+
+# -- faults in the code --------------------------------------------------------------------------------------------
+
+
+class LoudValues:
+    """A plan of attention with larger values in layer 1."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, weighting: Any) -> Any:
+        return self._plan.attend(layer, query, key, value * (1.1 if layer == 1 else 1.0), weighting)
+
+
+def test_the_module_of_an_engine_whose_attention_is_wrong_is_named(
+    model: Path, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs("plain")  # the class of the model is checked by the code without a fault
+    layer: Any = LeanDecoder._layer
+
+    def loud(self: Any, module: Any, x: Any, added: Any, places: Any, plan: Any, *rest: Any) -> Any:
+        return layer(self, module, x, added, places, LoudValues(plan), *rest)
+
+    monkeypatch.setattr(LeanDecoder, "_layer", loud)
+    found = explain_mismatch(train(tmp_path / "run", model, 1)).verdicts[0]
+    assert (found.cause, found.layer, found.module) == ("attention", 1, "model.layers.1.self_attn.attended")
+
+
+def test_the_module_of_an_engine_whose_decode_positions_are_wrong_is_named(
+    model: Path, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs("plain")  # the class of the model is checked by the code without a fault
+    logits: Any = LeanDecoder.logits
+    monkeypatch.setattr(LeanDecoder, "logits", lambda self, ids, places, plan: logits(self, ids, places + 2, plan))
+    found = explain_mismatch(train(tmp_path / "run", model, 1)).verdicts[0]
+    assert (found.cause, found.layer, found.module) == ("position", 0, "model.layers.0.self_attn.rotated")
+
+
+# -- re-tokenisation -----------------------------------------------------------------------------------------------
+
+
+def pair_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of four letters and all pairs of them, so that sampled letters are often encoded otherwise."""
+    letters = [*"abcd"]
+    merges = [(a, b) for a in letters for b in letters]
+    vocab = {piece: number for number, piece in enumerate([*letters, *map("".join, merges), "<end>"])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    core.decoder = decoders.Fuse()
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
