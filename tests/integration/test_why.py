@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rlite
 from rlite.assembly.launch import session_of
 from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
-from rlite.assembly.why.command import explain_mismatch
+from rlite.assembly.why.command import explain_mismatch, main
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import LeanDecoder
 from rlite.backends.embedded.worker import EmbeddedWorker
+from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions
 from rlite.rollout import SingleTurnWorkflow
+from rlite.services.record.files import VERSION_KEY
 from rlite.trainer.options import LaunchOptions, SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests.integration.rewards import digits
 from tests.mixtures import build_mixture_dir
-from tests.planted import Fault, at_tokens, logits_of, plant, saved_weights
+from tests.planted import Fault, at_tokens, logits_of, plant, rewrite, saved_weights
+from tests.tiny import build_model_dir
 
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(3) for b in range(3)]
 
@@ -150,7 +155,7 @@ FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
     "position": ("plain", 2, moved, "position", None),
     "rotary base": ("plain", 2, other_base, "position", None),
     "template": ("plain", 2, without_opening, "template", None),
-    "routing": ("mixture", 2, one_expert, "routing", 1),
+    "routing": ("mixture", 2, one_expert, "routing", 2),
     "stale and cooler": ("plain", 1, cooler, "stale weights + temperature", None),
     "cooler and sharper": ("plain", 2, cooler_and_sharper, "temperature + attention", 1),
 }
@@ -245,3 +250,92 @@ def pair_tokenizer() -> PreTrainedTokenizerFast:
     core.decoder = decoders.Fuse()
     core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of a model whose texts are often encoded otherwise than they were sampled, and its weights."""
+    root, tokenizer = tmp_path_factory.mktemp("pairs"), pair_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    own = build_model_dir(root / "model", "qwen3", hidden=64, vocab_size=len(tokenizer), **ends)
+    tokenizer.save_pretrained(own)
+    rows = [{"prompt": prompt} for prompt in ("abcd", "dcba", "abba", "cddc")]
+    run = train(root / "run", own, 2, tokenizer, rows, sampling={"max_new_tokens": 24})
+    return run, saved_weights(run, 1, root / "w1")
+
+
+def test_a_record_whose_ids_were_encoded_again_is_named(pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    run, weights = pairs
+    tokenizer = pair_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+
+    def encoded_again(row: Any) -> Any:
+        start = row["mask"].index(True)
+        ids = [*row["ids"][:start], *tokenizer.encode(tokenizer.decode(row["ids"][start:]))]
+        size = len(ids)
+        others = {name: row[name][:size] for name in ("mask", "versions", "logprobs", "offsets")}
+        return {**row, **others, "ids": ids, "trainer_logprobs": unchanged(model, ids, start).tolist()}
+
+    found = explain_mismatch(rewrite(run, tmp_path / "run", encoded_again, 2))
+    assert [each.cause for each in found.verdicts] == ["re-tokenisation", "rounding"]
+
+
+def test_a_trainer_that_encoded_the_text_again_is_named(pairs: tuple[Path, Path], tmp_path: Path) -> None:
+    run, weights = pairs
+    tokenizer = pair_tokenizer()
+
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+
+    def encoded_again(row: Any) -> Any:
+        ids, start = tokenizer.encode(tokenizer.decode(row["ids"])), row["mask"].index(True)
+        rest = [None] * (len(row["ids"]) - len(ids))
+        return {**row, "trainer_logprobs": [*unchanged(model, ids, start).tolist(), *rest]}
+
+    found = explain_mismatch(rewrite(run, tmp_path / "run", encoded_again, 2))
+    assert [each.cause for each in found.verdicts] == ["rounding", "re-tokenisation"]
+
+
+# -- what cannot be explained --------------------------------------------------------------------------------------
+
+
+def test_a_run_without_tokens_says_which_option_would_have_kept_them(runs: Any, tmp_path: Path) -> None:
+    shutil.copytree(runs("plain")[0], tmp_path / "run")
+    for file in (tmp_path / "run" / "record").glob("*.tokens.parquet"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"no tokens .* trainer\.record=all; all would have kept"):
+        explain_mismatch(tmp_path / "run")
+    with pytest.raises(DataError, match=r"in step 7 of its record"):
+        explain_mismatch(runs("plain")[0], step=7)
+    with pytest.raises(ConfigError, match=r"no config\.yaml; expected the folder of a run"):
+        explain_mismatch(tmp_path)
+
+
+def test_a_record_of_another_version_is_named(runs: Any, tmp_path: Path) -> None:
+    shutil.copytree(runs("plain")[0], tmp_path / "run")
+    for file in (tmp_path / "run" / "record").glob("*.parquet"):
+        table = pq.read_table(file)
+        pq.write_table(table.replace_schema_metadata({VERSION_KEY: b"0"}), file)
+    with pytest.raises(DataError, match="written in version 0 of the format"):
+        explain_mismatch(tmp_path / "run")
+
+
+def test_rows_far_from_a_checkpoint_are_checked_against_the_nearest_one(runs: Any, tmp_path: Path) -> None:
+    run, *_ = runs("plain")
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "state" / "step-2")
+    (tmp_path / "run" / "state" / "step-3" / "manifest.json").unlink()
+    found = explain_mismatch(tmp_path / "run", step=3)
+    assert any("no checkpoint has the weights of version 2; those after step 1" in note for note in found.notes)
+    assert any("weights after step 3 are not used" in note for note in found.notes)
+    assert found.cause == "rounding"
+    assert found.tolerance > 0.01
+
+
+def test_the_command_prints_the_cause_and_what_it_excluded(runs: Any, tmp_path: Path, capsys: Any) -> None:
+    run, weights, _ = runs("plain")
+    main([str(plant(run, tmp_path / "run", weights, cooler)), "sequences=2", "tokens=16"])
+    told = capsys.readouterr().out
+    assert "engine: temperature" in told
+    assert "at temperature 0.83" in told
+    assert "not attention: " in told
+    assert "trainer: rounding" in told

@@ -11,8 +11,9 @@ computes what was recorded, the first module that differs from the reference is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -34,16 +35,18 @@ LEAST, SPREAD = 1e-4, 2.0
 """mean difference of log-probabilities that is rounding in any dtype; and factor of what the dtype alone does"""
 PARTLY = 0.2
 """share of the mismatch that a partial explanation leaves at most"""
+UNEXPLAINED = "the rest is not explained by any hypothesis, alone or in pairs"
+GOLDEN = 0.618034
+of_left = attrgetter("left")
 TOP = 5
 """hypotheses that are refined, and then combined with all others"""
 
 
 class Candidate(NamedTuple):
-    """Some hypotheses together."""
+    """Some hypotheses together, and the mean distance of what they compute from the record."""
 
     parts: tuple[Hypothesis, ...]
     left: float
-    """mean distance of what they compute from the record"""
 
     @property
     def setting(self) -> dict[str, object]:
@@ -140,6 +143,9 @@ class Search:
         reference.exact = case.exact(side)
         self.honest = self.score(())
         self.tolerance = self.rounding(case.dtype)
+        if reference.exact != case.version(side) and len(case.states) > 1:  # what training changes between checkpoints
+            near = sorted(case.states, key=lambda step: abs(step - case.version(side)))[1]
+            self.tolerance += float((self._logprobs({"weights": near}) - self._logprobs({})).abs().mean())
 
     def rounding(self, dtype: torch.dtype) -> float:
         """Return the distance from the record that a computation in a dtype may have."""
@@ -177,81 +183,63 @@ class Search:
             found = min(found, minimised(scored, part.changes[part.number]), key=of_left)
         return found
 
+    def candidates(self, coarse: float) -> Iterator[list[Candidate]]:
+        """Yield the hypotheses alone, refined, and in pairs.
+
+        Args:
+            coarse: distance below which a smaller dtype explains the record, so that pairs need not be tried.
+        """
+        known = [*hypotheses(self._case, self._reference, self._side)]
+        yield (singles := sorted((self.score((each,)) for each in known), key=of_left))
+        kinds = {(x.parts[0].cause, *x.setting, x.setting.get("layer")): x for x in reversed(singles)}
+        refined = sorted((self.refined(x) for x in sorted(kinds.values(), key=of_left)[: 2 * TOP]), key=of_left)
+        yield refined
+        if self.honest.left > coarse:
+            if self._side == "engine":
+                yield [self.score((sampled_tokens(self._case, self._reference, self._side),))]
+            firsts = [*{x.parts[0].cause: x for x in reversed(refined)}.values()][::-1][:TOP]
+            pairs = [(*x.parts, y) for x, y in product(firsts, known) if not x.setting.keys() & y.changes.keys()]
+            yield [self.refined(each) for each in sorted(map(self.score, pairs), key=of_left)[: 2 * TOP]]
+
     def verdict(self, mismatch: float) -> Verdict:
         """Return the cause.
 
         Args:
             mismatch: distance of the two records. If it is rounding, there is nothing to explain.
         """
-        honest, tolerance = self.honest, self.tolerance
-        if min(honest.left, mismatch) <= tolerance:
-            text = "the two records agree; the weights at hand are not theirs"
-            if honest.left <= tolerance:
-                text = f"as computed anew in float32, up to what {str(self._case.dtype)[6:]} rounds"
+        honest, dtype, found = self.honest, self._case.dtype, [self.honest]
+        if min(honest.left, mismatch) <= self.tolerance:
+            anew = f"as computed anew in float32, up to what {str(dtype)[6:]} rounds"
+            text = anew if honest.left <= self.tolerance else "the records agree, but not with the weights at hand"
             return Verdict(self._side, "rounding", text, honest.left, honest.left)
-        known = [*hypotheses(self._case, self._reference, self._side)]
-        singles = sorted((self.score((each,)) for each in known), key=of_left)
-        kinds = {(x.parts[0].cause, *x.setting, x.setting.get("layer")): x for x in reversed(singles)}
-        refined = [self.refined(each) for each in sorted(kinds.values(), key=of_left)[: 2 * TOP]]
-        found = [honest, *singles, *refined]
-        best, extra = simplest(found, tolerance), ""
-        if best is None and (extra := self._coarser(honest)):
-            best = honest
-        if best is None and self._side == "engine":
-            found.append(self.score((sampled_tokens(self._case, self._reference, self._side),)))
-            best = simplest(found, tolerance)
-        if best is None:
-            heads = {each.parts[0].cause: each for each in sorted(refined, key=of_left, reverse=True)}
-            firsts = sorted(heads.values(), key=of_left)[:TOP]
-            pairs = [
-                self.score((*first.parts, second))
-                for first in firsts
-                for second in known
-                if not first.setting.keys() & second.changes.keys()
-            ]
-            found += [self.refined(each) for each in sorted(pairs, key=of_left)[: 2 * TOP]]
-            best = simplest(found, tolerance)
-        if best is None and (extra := self._coarser(min(found, key=of_left))):
-            best = simplest(found, self.rounding(torch.bfloat16))
-        if best is None and (nearest := min(found, key=of_left)).left <= PARTLY * honest.left:
-            best, extra = nearest, "unexplained"
-        return self._named(best or honest, extra if best else "unexplained", singles)
+        coarse = self.rounding(torch.bfloat16) if dtype == torch.float32 else 0.0
+        for more in self.candidates(coarse):
+            found += more
+            if (best := simplest(found, self.tolerance)) is not None:
+                return self._named(best, found)
+        if (best := simplest(found, coarse)) is not None:
+            return self._named(best, found, ("precision", "the rest is what bfloat16 rounds"))
+        best = min(found, key=of_left)
+        return self._named(best if best.left <= PARTLY * honest.left else honest, found, ("unexplained", UNEXPLAINED))
 
-    def _coarser(self, found: Candidate) -> str:
-        """Return "precision" if a candidate leaves no more than bfloat16 rounds, though float32 was to compute."""
-        is_coarse = self._case.dtype == torch.float32 and found.left <= self.rounding(torch.bfloat16)
-        return "precision" if is_coarse else ""
-
-    def _named(self, best: Candidate, extra: str, singles: Sequence[Candidate]) -> Verdict:
-        causes, texts, difference = [], [], None
-        layer = best.setting.get("layer")
-        for part in best.parts:
-            cause, text = part.cause, part.text.format(part.changes.get(part.number or ""))
-            text += f", in layer {part.changes['layer']} alone" if part.changes.get("layer") is not None else ""
-            if cause == "code":
-                found = (self._reference.difference(self._side, best.setting, span) for span in self._case.spans)
-                if (difference := next(filter(None, found), None)) is not None:
-                    cause, layer = difference.cause, difference.layer
-                    where = f"{difference.module} is the first that differs beyond rounding"
-                    text = f"by {text}: {where}, by {difference.size:.1g} of its largest value"
-            causes, texts = [*causes, cause], [*texts, text]
-        if extra:
-            causes.append(extra)
-            texts.append("the rest is what bfloat16 rounds" if extra == "precision" else "the rest is not explained")
-        excluded = {
-            x.parts[
-                0
-            ].cause: f"{x.parts[0].text.format(x.parts[0].changes.get(x.parts[0].number or ''))}: {x.left:.2g} left"
-            for x in reversed(singles)
-            if x.parts[0].cause not in {*causes, *(part.cause for part in best.parts)}
-        }
-        module = None if difference is None else difference.module
-        names = " + ".join(dict.fromkeys(causes))
-        left, honest = best.left, self.honest.left
-        return Verdict(self._side, names, "; ".join(texts), honest, left, layer, module, excluded)
-
-
-of_left = attrgetter("left")
+    def _named(self, best: Candidate, found: Sequence[Candidate], *rest: tuple[str, str]) -> Verdict:
+        told, difference = [(part.cause, part.words) for part in best.parts], None
+        if "code" in best.setting:
+            differences = (self._reference.difference(self._side, best.setting, span) for span in self._case.spans)
+            difference = next(filter(None, differences), None)
+        if difference is not None:
+            text = f"{difference.module} is the first that differs, by {difference.size:.1g} of its largest value"
+            told = [(difference.cause, f"{words}: {text}") if name == "code" else (name, words) for name, words in told]
+        told += rest
+        others = [x for x in sorted(found, key=of_left, reverse=True) if len(x.parts) == 1]
+        excluded = {x.parts[0].cause: f"{x.parts[0].words}: {x.left:.2g} left" for x in others}
+        for cause in {*(cause for cause, _ in told), *(part.cause for part in best.parts)}:
+            excluded.pop(cause, None)
+        causes, text = " + ".join(dict.fromkeys(cause for cause, _ in told)), "; ".join(words for _, words in told)
+        layer, module = best.setting.get("layer"), None
+        if difference is not None:
+            layer, module = difference.layer, difference.module
+        return Verdict(self._side, causes, text, self.honest.left, best.left, layer, module, excluded)
 
 
 def simplest(found: Sequence[Candidate], tolerance: float) -> Candidate | None:
@@ -261,14 +249,17 @@ def simplest(found: Sequence[Candidate], tolerance: float) -> Candidate | None:
 
 
 def minimised(scored: Callable[[float], Candidate], start: float) -> Candidate:
-    """Return the best candidate of numbers between a third and three times the start: a golden-section search."""
-    low, high, found = math.log(start / 3), math.log(start * 3), []
+    """Return the best candidate of numbers between a third and three times the start, by golden-section search."""
+    low, high = math.log(start / 3), math.log(start * 3)
+    left, right = (scored(math.exp(low + share * (high - low))) for share in (1 - GOLDEN, GOLDEN))
     for _ in range(24):
-        points = [high - (high - low) / 1.618, low + (high - low) / 1.618]
-        left, right = (scored(math.exp(point)) for point in points)
-        low, high = (low, points[1]) if left.left < right.left else (points[0], high)
-        found += [left, right]
-    return min(found, key=of_left)
+        if left.left < right.left:
+            high, right = low + GOLDEN * (high - low), left
+            left = scored(math.exp(high - GOLDEN * (high - low)))
+        else:
+            low, left = high - GOLDEN * (high - low), right
+            right = scored(math.exp(low + GOLDEN * (high - low)))
+    return min(left, right, key=of_left)
 
 
 def report(found: Explanation) -> str:

@@ -89,9 +89,13 @@ class Case:
         """Return the recorded log-probabilities of a side, [tokens]."""
         return torch.cat([span.records[side] for span in self.spans])
 
+    def version(self, side: str) -> int:
+        """Return the number of updates in the weights with which a side computed the spans."""
+        return self.spans[0].version if side == "engine" else self.step - 1
+
     def exact(self, side: str) -> int:
         """Return the saved step whose weights are nearest to those with which a side computed the spans."""
-        version = self.spans[0].version if side == "engine" else self.step - 1
+        version = self.version(side)
         return min(self.checkpoints, key=lambda step: (abs(step - version), step > version))
 
     def load(self, step: int) -> None:

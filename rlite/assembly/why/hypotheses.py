@@ -38,6 +38,12 @@ class Hypothesis(NamedTuple):
     number: str | None = None
     """the change that is a positive number, which may lie beside the grid"""
 
+    @property
+    def words(self) -> str:
+        """The deviation with its number and its layer."""
+        told, layer = self.text.format(self.changes.get(self.number or "")), self.changes.get("layer")
+        return told if layer is None else f"{told}, in layer {layer} alone"
+
 
 def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothesis]:
     """Yield the hypotheses on the record of a side."""
@@ -51,7 +57,7 @@ def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothes
     longest = max(len(span.before) + len(span.ids) for span in case.spans)
     yield from of_attention(reference.model.config.get_text_config().num_hidden_layers, longest)
     if reference.shape is not None:
-        yield from of_routing(reference.shape.num_layers, reference.shape.top_k)
+        yield from of_routing(reference.mixtures, reference.shape.top_k)
     yield from of_prompts(case, reference.tokenizer)
 
 
@@ -76,7 +82,7 @@ def of_weights(case: Case, exact: int) -> Iterator[Hypothesis]:
             for x in FACTORS:
                 yield Hypothesis(cause, f"with the adapter's scale times {x:g}", {"weights": step, "amount": 1 - x})
         yield Hypothesis(cause, text, {"weights": step})
-        for part in sorted(parts):
+        for part in sorted(parts) if abs(step - exact) == 1 else ():
             yield Hypothesis(cause, f"{text}, in {part.rstrip('.')} alone", {"weights": step, "part": part})
 
 
@@ -109,8 +115,8 @@ def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
         yield Hypothesis("attention", text, {**change, "layer": layer}, number)
 
 
-def of_routing(num_layers: int, top_k: int) -> Iterator[Hypothesis]:
-    """Yield other choices and weights of experts, in all mixtures and in one."""
+def of_routing(layers: list[int], top_k: int) -> Iterator[Hypothesis]:
+    """Yield other choices and weights of experts, in all layers with experts and in one."""
     choices: dict[str, Callable[[Tensor, int], Tensor]] = {
         "each expert's neighbour chosen": lambda x, n: (x + 1) % n,
         "the neighbour before each expert chosen": lambda x, n: (x - 1) % n,
@@ -123,7 +129,7 @@ def of_routing(num_layers: int, top_k: int) -> Iterator[Hypothesis]:
     changes: dict[str, Setting] = {text: {"choice": choice} for text, choice in choices.items()}
     changes |= {f"{k} experts for a token": {"router": ("top_k", k)} for k in (1, top_k - 1, top_k + 1, 2 * top_k) if k}
     changes |= {f"norm_topk_prob={on}": {"router": ("norm_topk_prob", on)} for on in (True, False)}
-    for layer, (text, change) in product((None, *range(num_layers)), changes.items()):
+    for layer, (text, change) in product((None, *layers), changes.items()):
         yield Hypothesis("routing", text, {**change, "layer": layer})
 
 

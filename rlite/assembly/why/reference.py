@@ -35,8 +35,8 @@ from rlite.assembly.why.evidence import Case, Span
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import ATTENDED, ROTATED, See
 from rlite.backends.embedded.worker import EmbeddedWorker
-from rlite.backends.models.experts import use_implementation
-from rlite.backends.models.replay import Replay, routing_shape
+from rlite.backends.models.experts import experts_of, use_implementation
+from rlite.backends.models.replay import LAYER, Replay, routing_shape
 from rlite.errors import ConfigError, DataError
 from rlite.nn.pretrained import load_config, load_tokenizer, make_model, real_tensors
 from rlite.types import GenerationHyperparameters, SequenceRequest
@@ -110,6 +110,8 @@ class Reference:
         self.model.set_attn_implementation(NAME)
         self.tokenizer: Any = load_tokenizer(case.model_name)
         self.shape = routing_shape(self.model)
+        self.mixtures = [int(LAYER.findall(name)[0]) for name in experts_of(self.model)]
+        """numbers of the layers with experts"""
         self._replay = None if self.shape is None else Replay(self.model, self.shape)
         self._loaded: Setting = {}
         self.exact = 0
@@ -157,7 +159,7 @@ class Reference:
             computed()
             chosen = torch.stack(self._replay.chosen or [], dim=1)
         given = setting["choice"](chosen.unflatten(0, tokens.shape), self.shape.num_experts).flatten(0, 1)
-        layers = torch.arange(self.shape.num_layers)[:, None]
+        layers = torch.tensor(self.mixtures)[:, None]
         kept = given.masked_fill(layers != setting["layer"], -1) if setting["layer"] is not None else given
         with self._replay.replaying(kept):
             return computed()
@@ -191,7 +193,9 @@ class Reference:
         changes: list[tuple[Any, str, Any]] = []
         routers = [module for module in self.model.modules() if hasattr(module, "top_k")]
         if "router" in setting:
-            chosen = [x for number, x in enumerate(routers) if setting["layer"] in (None, number)]
+            chosen = [
+                x for number, x in zip(self.mixtures, routers, strict=False) if setting["layer"] in (None, number)
+            ]
             changes += [(module, *setting["router"]) for module in chosen]
         for module in self.model.modules() if "theta" in setting else ():
             if isinstance(own := getattr(module, "inv_freq", None), Tensor):
