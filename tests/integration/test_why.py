@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.mixtures import build_mixture_dir
 from tests.planted import Fault, at_tokens, logits_of, plant, rewrite, saved_weights
 from tests.tiny import build_model_dir
 
+PAGE = Path(__file__).parents[2] / "docs" / "why.md"
 ROWS = [{"messages": [{"role": "user", "content": f"{a}+{b}="}]} for a in range(3) for b in range(3)]
 
 
@@ -339,3 +341,15 @@ def test_the_command_prints_the_cause_and_what_it_excluded(runs: Any, tmp_path: 
     assert "at temperature 0.83" in told
     assert "not attention: " in told
     assert "trainer: rounding" in told
+
+
+def test_the_program_of_the_page_runs(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    plant(runs("plain")[0], tmp_path / "runs" / "grpo", runs("plain")[1], sharper)
+    monkeypatch.chdir(tmp_path)
+    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(program, {})
+    told = capsys.readouterr().out
+    assert "engine attention 1 None scores times 1.3, in layer 1 alone" in told

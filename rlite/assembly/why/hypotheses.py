@@ -213,8 +213,9 @@ def sampled_tokens(case: Case, reference: Reference, side: str) -> Hypothesis:
         text, found = reference.tokenizer.decode(list(span.ids)), Ids()
         for recorded in span.records[side].tolist():
             logits, _ = reference.logits({}, [Span(span.before, (*found, 0), 0, {})])
-            tokens = torch.tensor([token for token, piece in enumerate(pieces) if piece and text.startswith(piece)])
-            if not len(tokens):
+            fits = [token for token, piece in enumerate(pieces) if not text or (piece and text.startswith(piece))]
+            tokens = torch.tensor(fits)
+            if not fits:
                 break
             errors = (label_logprobs(logits[-1:].expand(len(tokens), -1), tokens, sampling) - recorded).abs()
             if not errors.min() < NEAR:
