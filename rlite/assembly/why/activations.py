@@ -75,6 +75,8 @@ def first_difference(found: Activations, expected: Activations, coarse: Activati
         coarse: the reference's in the dtype of the computation.
     """
     for name, own in expected.items():
+        if "experts." in name:  # each pass groups the tokens of an expert in its own way
+            continue
         pairs = [*zip(found.get(name, ()), own, coarse[name], strict=False)]
         errors = [error(a, b) if error(a, b) > max(LEAST, SPREAD * error(c, b)) else 0.0 for a, b, c in pairs]
         if not any(errors):

@@ -38,6 +38,8 @@ PARTLY = 0.2
 UNEXPLAINED = "the rest is not explained by any hypothesis, alone or in pairs"
 GOLDEN = 0.618034
 of_left = attrgetter("left")
+WIDE, NARROW = 3.0, 1.1
+"""factors between which a number is searched, and a top_p, of which all above 1 are alike"""
 TOP = 5
 """hypotheses that are refined, and then combined with all others"""
 
@@ -139,7 +141,7 @@ class Search:
     def __init__(self, case: Case, reference: Reference, side: str) -> None:
         self._case, self._reference, self._side = case, reference, side
         self._recorded, self._sampling = case.recorded(side), case.sampling(side)
-        self._logits: tuple[Setting, tuple[Tensor, Tensor]] = {}, (torch.empty(0), torch.empty(0))
+        self._last: tuple[Setting | None, tuple[Tensor, ...]] = None, ()
         reference.exact = case.exact(side)
         self.honest = self.score(())
         self.tolerance = self.rounding(case.dtype)
@@ -154,9 +156,9 @@ class Search:
 
     def _logprobs(self, setting: Setting) -> Tensor:
         key = {name: value for name, value in setting.items() if name not in SAMPLING}
-        if self._logits[0] != key or not key:
-            self._logits = key, self._reference.logits(key, self._case.spans)
-        return label_logprobs(*self._logits[1], {**self._sampling, **setting})
+        if self._last[0] != key:
+            self._last = key, self._reference.logits(key, self._case.spans)
+        return label_logprobs(*self._last[1], {**self._sampling, **setting})
 
     def score(self, parts: tuple[Hypothesis, ...]) -> Candidate:
         """Return a candidate with what it leaves; code of this process follows few settings."""
@@ -171,7 +173,7 @@ class Search:
 
     def refined(self, found: Candidate) -> Candidate:
         """Return a candidate with its numbers searched beside the grid, one after the other."""
-        for place in [*range(len(found.parts))] * (2 if len(found.parts) > 1 else 1):
+        for place in [*range(len(found.parts))] * (3 if len(found.parts) > 1 else 1):
             part = found.parts[place]
             if part.number is None or found.left <= LEAST:
                 continue
@@ -180,8 +182,17 @@ class Search:
                 moved = parts[place]._replace(changes={**parts[place].changes, str(parts[place].number): x})
                 return self.score((*parts[:place], moved, *parts[place + 1 :]))
 
-            found = min(found, minimised(scored, part.changes[part.number]), key=of_left)
+            width = NARROW if part.number == "top_p" else WIDE
+            found = min(found, minimised(scored, part.changes[part.number], width), key=of_left)
         return found
+
+    def best_of_kinds(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return the best candidates of different kinds, refined, the best one first."""
+        kinds: dict[object, Candidate] = {}
+        for each in sorted(found, key=of_left):
+            numbers = [part.number for part in each.parts]
+            kinds.setdefault((*each.setting, *numbers, each.setting.get("layer")), each)
+        return sorted(map(self.refined, [*kinds.values()][: 2 * TOP]), key=of_left)
 
     def candidates(self, coarse: float) -> Iterator[list[Candidate]]:
         """Yield the hypotheses alone, refined, and in pairs.
@@ -191,15 +202,13 @@ class Search:
         """
         known = [*hypotheses(self._case, self._reference, self._side)]
         yield (singles := sorted((self.score((each,)) for each in known), key=of_left))
-        kinds = {(x.parts[0].cause, *x.setting, x.setting.get("layer")): x for x in reversed(singles)}
-        refined = sorted((self.refined(x) for x in sorted(kinds.values(), key=of_left)[: 2 * TOP]), key=of_left)
-        yield refined
+        yield (refined := self.best_of_kinds(singles))
         if self.honest.left > coarse:
             if self._side == "engine":
                 yield [self.score((sampled_tokens(self._case, self._reference, self._side),))]
             firsts = [*{x.parts[0].cause: x for x in reversed(refined)}.values()][::-1][:TOP]
             pairs = [(*x.parts, y) for x, y in product(firsts, known) if not x.setting.keys() & y.changes.keys()]
-            yield [self.refined(each) for each in sorted(map(self.score, pairs), key=of_left)[: 2 * TOP]]
+            yield self.best_of_kinds([*map(self.score, pairs)])
 
     def verdict(self, mismatch: float) -> Verdict:
         """Return the cause.
@@ -248,9 +257,15 @@ def simplest(found: Sequence[Candidate], tolerance: float) -> Candidate | None:
     return min(good, key=lambda x: (len(x.parts), "code" not in x.setting, x.left), default=None)
 
 
-def minimised(scored: Callable[[float], Candidate], start: float) -> Candidate:
-    """Return the best candidate of numbers between a third and three times the start, by golden-section search."""
-    low, high = math.log(start / 3), math.log(start * 3)
+def minimised(scored: Callable[[float], Candidate], start: float, width: float) -> Candidate:
+    """Return the best candidate by golden-section search.
+
+    Args:
+        scored: returns the candidate of a number.
+        start: a number near the best one.
+        width: the numbers are between `start / width` and `start * width`.
+    """
+    low, high = math.log(start / width), math.log(start * width)
     left, right = (scored(math.exp(low + share * (high - low))) for share in (1 - GOLDEN, GOLDEN))
     for _ in range(24):
         if left.left < right.left:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ from rlite.assembly.why.reference import Reference, Setting, label_logprobs
 FACTORS = (0.01, 0.1, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, 10.0, 100.0)
 """grid of a factor; the best ones are refined"""
 MESSAGE = "\u2603 message \u2603"
-MAX_SPECIAL, MAX_PARTS = 16, 7
-"""special tokens that are tried in a prompt; parts of a prompt between special tokens that are left out"""
+MAX_SPECIAL, MAX_PARTS, MAX_EXPERTS = 16, 7, 8
+"""special tokens that are tried in a prompt; its parts that are left out; experts of which two are exchanged"""
 NEAR = 1e-3
 """distance of log-probabilities below which a token may be the one that was sampled"""
 
@@ -50,9 +50,10 @@ def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothes
     yield Hypothesis("code", f"the {side}'s code in this process", {"code": side})
     yield from of_sampling()
     yield from of_weights(case, reference.exact)
-    for name, dtype in {"dtype": torch.bfloat16, "stored": torch.float8_e4m3fn}.items():
-        yield Hypothesis("precision", f"{name} {dtype}", {name: dtype})
-    yield Hypothesis("precision", "stored torch.int8", {"stored": torch.int8})
+    yield Hypothesis("precision", "computed in bfloat16", {"dtype": torch.bfloat16})
+    for dtype, scaled in product((torch.float8_e4m3fn, torch.int8), ("row", "matrix")):
+        text = f"with matrices in {str(dtype)[6:]}, with a scale of each {scaled}"
+        yield Hypothesis("precision", text, {"stored": (dtype, scaled)})
     yield from of_position()
     longest = max(len(span.before) + len(span.ids) for span in case.spans)
     yield from of_attention(reference.model.config.get_text_config().num_hidden_layers, longest)
@@ -66,8 +67,9 @@ def of_sampling() -> Iterator[Hypothesis]:
     for x in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0):
         yield Hypothesis("temperature", "at temperature {:.4g}", {"temperature": x}, "temperature")
     yield Hypothesis("kept sets", "normalised over the whole vocabulary", {"top_p": 1.0, "top_k": 0})
-    for p in (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99):
-        yield Hypothesis("kept sets", f"normalised over the ids that top_p={p} keeps", {"top_p": p, "top_k": 0})
+    for p in (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99):
+        text = "normalised over the ids that top_p={:.3g} keeps"
+        yield Hypothesis("kept sets", text, {"top_p": p, "top_k": 0}, "top_p")
     for k in (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 200):
         yield Hypothesis("kept sets", f"normalised over the {k} most likely ids", {"top_p": 1.0, "top_k": k})
 
@@ -117,16 +119,22 @@ def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
 
 def of_routing(layers: list[int], top_k: int) -> Iterator[Hypothesis]:
     """Yield other choices and weights of experts, in all layers with experts and in one."""
-    choices: dict[str, Callable[[Tensor, int], Tensor]] = {
-        "each expert's neighbour chosen": lambda x, n: (x + 1) % n,
-        "the neighbour before each expert chosen": lambda x, n: (x - 1) % n,
-        "experts in reverse order": lambda x, n: n - 1 - x,
-        "the first experts chosen always": lambda x, n: torch.arange(x.shape[-1]).expand_as(x),
-        "the experts of the token before": lambda x, n: x.roll(1, 1),
-        "the experts of the token after": lambda x, n: x.roll(-1, 1),
-        "the experts of the mixture before": lambda x, n: x.roll(1, 2),
+    orders: dict[str, Callable[[int], list[int]]] = {
+        "each expert in its neighbour's place": lambda n: [*range(1, n), 0],
+        "each expert in the place before": lambda n: [n - 1, *range(n - 1)],
+        "experts in reverse order": lambda n: [*range(n)][::-1],
+        "both halves of the experts exchanged": lambda n: [*range(n // 2, n), *range(n // 2)],
     }
-    changes: dict[str, Setting] = {text: {"choice": choice} for text, choice in choices.items()}
+    for a, b in combinations(range(MAX_EXPERTS), 2):
+        orders[f"experts {a} and {b} exchanged"] = lambda n, a=a, b=b: [{a: b, b: a}.get(x, x) % n for x in range(n)]
+    choices: dict[str, Callable[[Tensor], Tensor]] = {
+        "the first experts chosen always": lambda x: torch.arange(x.shape[-1]).expand_as(x),
+        "the experts of the token before": lambda x: x.roll(1, 1),
+        "the experts of the token after": lambda x: x.roll(-1, 1),
+        "the experts of the mixture before": lambda x: x.roll(1, 2),
+    }
+    changes: dict[str, Setting] = {text: {"order": order} for text, order in orders.items()}
+    changes |= {text: {"choice": choice} for text, choice in choices.items()}
     changes |= {f"{k} experts for a token": {"router": ("top_k", k)} for k in (1, top_k - 1, top_k + 1, 2 * top_k) if k}
     changes |= {f"norm_topk_prob={on}": {"router": ("norm_topk_prob", on)} for on in (True, False)}
     for layer, (text, change) in product((None, *layers), changes.items()):

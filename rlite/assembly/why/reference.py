@@ -5,14 +5,14 @@ honest computation. So two hypotheses on different points combine. Its keys:
 
     weights, part, amount       saved step whose weights compute; beginning of the names of those parameters; how far
                                 they go from the honest weights
-    dtype, stored               dtype of the computation; dtype to which matrices are rounded, with a scale of each row
+    dtype, stored               dtype of the computation; dtype to which matrices are rounded, and what has a scale
     before, own                 functions of the tokens before the model's own, and of both
     position, stretch, theta    function of positions and of the model's first place; factors of positions, and of the
                                 base of the rotary frequencies
     scale, window, is_causal, is_tiled, is_split    the attention; is_tiled: query heads take key heads in turns, not in
                                 blocks; is_split: the model's tokens do not see those before them
-    router, choice              an attribute of routers and its value; function of the chosen experts [rows, tokens,
-                                layers, K] and of the number of experts
+    router, choice, order       an attribute of routers and its value; function of the chosen experts [rows, tokens,
+                                layers, K]; function of their number that returns which expert stands in which place
     layer                       the only layer whose attention or routing deviates
     code                        side whose code in this process computes
     temperature, top_p, top_k   how log-probabilities are made of logits
@@ -20,6 +20,7 @@ honest computation. So two hypotheses on different points combine. Its keys:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,6 +47,8 @@ NAME = "rlite_reference"
 SAMPLING = ("temperature", "top_p", "top_k")
 OF_CODE = {"code", "weights", *SAMPLING}
 """keys of a setting that code in this process can follow"""
+OF_WEIGHTS = ("weights", "part", "amount", "dtype", "stored", "order", "layer")
+ROUTER = r"(gate|router)\.weight$"
 LEAST_LOGIT = -1e4
 """logit of a token that the engine must not sample"""
 _CURRENT: ContextVar[tuple[Setting, Tensor, Tensor, See | None]] = ContextVar("current")
@@ -158,7 +161,7 @@ class Reference:
         with self._replay.recording():
             computed()
             chosen = torch.stack(self._replay.chosen or [], dim=1)
-        given = setting["choice"](chosen.unflatten(0, tokens.shape), self.shape.num_experts).flatten(0, 1)
+        given = setting["choice"](chosen.unflatten(0, tokens.shape)).flatten(0, 1)
         layers = torch.tensor(self.mixtures)[:, None]
         kept = given.masked_fill(layers != setting["layer"], -1) if setting["layer"] is not None else given
         with self._replay.replaying(kept):
@@ -174,13 +177,16 @@ class Reference:
                 setting.get("amount", 1.0),
             )
             state = {k: x.lerp(other[k], amount) if k.startswith(part) else x for k, x in state.items()}
+        if "order" in setting:
+            layers = self.mixtures if setting["layer"] is None else [setting["layer"]]
+            names = [name for name in state for layer in layers if re.search(rf"layers\.{layer}\..*{ROUTER}", name)]
+            state = {**state, **{name: state[name][setting["order"](len(state[name]))] for name in names}}
         if (stored := setting.get("stored")) is not None:
-            state = {name: rounded(x, stored) if x.dim() > 1 else x for name, x in state.items()}
+            state = {name: rounded(x, *stored) if x.dim() > 1 else x for name, x in state.items()}
         return state
 
     def _load(self, setting: Setting) -> None:
-        names = ("weights", "part", "amount", "dtype", "stored")
-        key = {"exact": self.exact, **{name: setting[name] for name in names if name in setting}}
+        key = {"exact": self.exact, **{name: setting[name] for name in OF_WEIGHTS if name in setting}}
         if key != self._loaded:
             own, self._loaded = self.model.state_dict(keep_vars=True), {}
             for name, tensor in self.weights(setting).items():
@@ -280,12 +286,13 @@ def padded(sequences: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     return rows, torch.tensor([len(ids) for ids in sequences])
 
 
-def rounded(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a matrix after a visit in a dtype of 8 bits, with the scale of each row that uses all of its range."""
+def rounded(matrix: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
+    """Return a matrix after a visit in a dtype of 8 bits, whose range each row, or the matrix, uses to the full."""
     most = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
-    scale = matrix.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
-    scaled = matrix / scale
-    return (scaled if dtype.is_floating_point else scaled.round()).to(dtype).to(matrix.dtype) * scale
+    largest = matrix.abs().amax(-1, keepdim=True) if scaled == "row" else matrix.abs().max()
+    scale = largest.clamp(min=1e-12) / most
+    values = matrix / scale
+    return (values if dtype.is_floating_point else values.round()).to(dtype).to(matrix.dtype) * scale
 
 
 def label_logprobs(logits: Tensor, labels: Tensor, setting: Setting) -> Tensor:
