@@ -19,16 +19,18 @@ from rlite.assembly.launch import session_of
 from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.assembly.why.command import explain_mismatch, main
 from rlite.backends.embedded.cache import EmbeddedOptions
-from rlite.backends.embedded.model import LeanDecoder
+from rlite.backends.embedded.model import LeanDecoder, ShardedModel
 from rlite.backends.embedded.worker import EmbeddedWorker
 from rlite.errors import ConfigError, DataError
 from rlite.nn import LoraOptions
 from rlite.rollout import SingleTurnWorkflow
 from rlite.services.record.files import VERSION_KEY
+from rlite.trainer.model.modules import PolicyModule
 from rlite.trainer.options import LaunchOptions, SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from tests.integration.rewards import digits
+from tests.marks import nightly
 from tests.mixtures import build_mixture_dir
 from tests.planted import Fault, at_tokens, logits_of, plant, rewrite, saved_weights
 from tests.tiny import build_model_dir
@@ -148,6 +150,23 @@ def cooler_and_sharper(model: Any, ids: list[int], start: int) -> torch.Tensor:
     return cooler(model, ids, start)
 
 
+def exchanged(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Exchange the places of two experts, as if they were loaded in another order."""
+    weight = model.model.layers[1].mlp.gate.weight.data
+    model.model.layers[1].mlp.gate.weight.data = weight[[1, 0, *range(2, len(weight))]]
+    values = at_tokens(logits_of(model, ids), ids)
+    model.model.layers[1].mlp.gate.weight.data = weight
+    return values
+
+
+def cooler_and_cut(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Keep the ids of a probability of 0.92 at temperature 0.8."""
+    logprobs = (logits_of(model, ids)[:-1] / 0.8).log_softmax(-1)
+    ranked = logprobs.sort(-1, descending=True).values.exp()
+    mass = (ranked * (ranked.cumsum(-1) - ranked < 0.92)).sum(-1).log()
+    return torch.cat([torch.zeros(1), logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0] - mass])
+
+
 FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
     "temperature": ("plain", 2, cooler, "temperature", None),
     "kept sets": ("plain", 2, cut, "kept sets", None),
@@ -158,12 +177,17 @@ FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
     "rotary base": ("plain", 2, other_base, "position", None),
     "template": ("plain", 2, without_opening, "template", None),
     "routing": ("mixture", 2, one_expert, "routing", 2),
+    "experts exchanged": ("mixture", 2, exchanged, "routing", 1),
+    "cooler and cut": ("plain", 2, cooler_and_cut, "temperature + kept sets", None),
     "stale and cooler": ("plain", 1, cooler, "stale weights + temperature", None),
     "cooler and sharper": ("plain", 2, cooler_and_sharper, "temperature + attention", 1),
 }
 
 
-@pytest.mark.parametrize("name", list(FAULTS))
+LONGER = ("whole vocabulary", "rotary base", "routing", "experts exchanged", "stale and cooler", "cooler and cut")
+
+
+@pytest.mark.parametrize("name", [*(name for name in FAULTS if name not in LONGER), *nightly(*LONGER)])
 def test_a_fault_of_the_engine_is_named(name: str, runs: Any, tmp_path: Path) -> None:
     kind, step, fault, cause, layer = FAULTS[name]
     run, *weights = runs(kind)
@@ -176,6 +200,7 @@ def test_a_fault_of_the_engine_is_named(name: str, runs: Any, tmp_path: Path) ->
     assert "code" in engine.excluded
 
 
+@pytest.mark.nightly
 def test_a_dropped_adapter_is_named(model: Path, runs: Any, tmp_path: Path) -> None:
     run, *_ = runs("lora")
     assert explain_mismatch(plant(run, tmp_path / "run", model, unchanged)).cause == "adapter"
@@ -187,10 +212,14 @@ def test_a_fault_of_the_trainer_is_named(runs: Any, tmp_path: Path) -> None:
     assert [(each.side, each.cause) for each in found.verdicts] == [("engine", "rounding"), ("trainer", "temperature")]
 
 
-def test_an_engine_in_bfloat16_is_rounding_if_it_was_asked_for_and_else_precision(runs: Any, tmp_path: Path) -> None:
+def test_an_engine_that_was_to_serve_in_bfloat16_is_rounding(runs: Any) -> None:
     found = explain_mismatch(runs("half")[0])
     assert found.cause == "rounding"
     assert found.mismatch > 1e-4
+
+
+@pytest.mark.nightly
+def test_an_engine_in_bfloat16_that_was_to_serve_in_float32_is_precision(runs: Any, tmp_path: Path) -> None:
     run, weights, _ = runs("plain")
     worker = EmbeddedWorker(str(weights), EmbeddedOptions(dtype="bfloat16", max_model_len=64), torch.device("cpu"))
 
@@ -230,6 +259,7 @@ def test_the_module_of_an_engine_whose_attention_is_wrong_is_named(
     assert (found.cause, found.layer, found.module) == ("attention", 1, "model.layers.1.self_attn.attended")
 
 
+@pytest.mark.nightly
 def test_the_module_of_an_engine_whose_decode_positions_are_wrong_is_named(
     model: Path, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +268,39 @@ def test_the_module_of_an_engine_whose_decode_positions_are_wrong_is_named(
     monkeypatch.setattr(LeanDecoder, "logits", lambda self, ids, places, plan: logits(self, ids, places + 2, plan))
     found = explain_mismatch(train(tmp_path / "run", model, 1)).verdicts[0]
     assert (found.cause, found.layer, found.module) == ("position", 0, "model.layers.0.self_attn.rotated")
+
+
+@pytest.mark.nightly
+def test_the_module_of_a_trainer_that_computes_something_else_is_named(
+    model: Path, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs("plain")
+    ready = PolicyModule.on_weights_materialized
+
+    def with_other_gates(self: Any) -> None:
+        ready(self)
+        self.model.layers[0].mlp.act_fn = torch.nn.GELU()
+
+    monkeypatch.setattr(PolicyModule, "on_weights_materialized", with_other_gates)
+    found = explain_mismatch(train(tmp_path / "run", model, 1)).verdicts[1]
+    assert (found.cause, found.layer, found.module) == ("computation", 0, "model.layers.0.mlp.act_fn")
+
+
+@pytest.mark.nightly
+def test_the_router_of_an_engine_that_weighs_experts_otherwise_is_named(
+    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, *_ = runs("mixture")
+    begin: Any = ShardedModel.__init__
+
+    def other(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        gate = self.model.model.layers[2].mlp.gate
+        gate.norm_topk_prob = not gate.norm_topk_prob
+
+    monkeypatch.setattr(ShardedModel, "__init__", other)
+    found = explain_mismatch(train(tmp_path / "run", run.parent / "model", 1)).verdicts[0]
+    assert (found.cause, found.layer, found.module) == ("routing", 2, "model.layers.2.mlp.gate")
 
 
 # -- re-tokenisation -----------------------------------------------------------------------------------------------
@@ -282,6 +345,7 @@ def test_a_record_whose_ids_were_encoded_again_is_named(pairs: tuple[Path, Path]
     assert [each.cause for each in found.verdicts] == ["re-tokenisation", "rounding"]
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_encoded_the_text_again_is_named(pairs: tuple[Path, Path], tmp_path: Path) -> None:
     run, weights = pairs
     tokenizer = pair_tokenizer()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
     left: float
 
     @property
-    def setting(self) -> dict[str, object]:
+    def setting(self) -> dict[str, Any]:
         """Setting of all parts."""
         return {name: value for part in self.parts for name, value in part.changes.items()}
 
@@ -141,7 +141,7 @@ class Search:
     def __init__(self, case: Case, reference: Reference, side: str) -> None:
         self._case, self._reference, self._side = case, reference, side
         self._recorded, self._sampling = case.recorded(side), case.sampling(side)
-        self._last: tuple[Setting | None, tuple[Tensor, ...]] = None, ()
+        self._last: tuple[Setting | None, Any] = None, ()
         reference.exact = case.exact(side)
         self.honest = self.score(())
         self.tolerance = self.rounding(case.dtype)
@@ -158,7 +158,8 @@ class Search:
         key = {name: value for name, value in setting.items() if name not in SAMPLING}
         if self._last[0] != key:
             self._last = key, self._reference.logits(key, self._case.spans)
-        return label_logprobs(*self._last[1], {**self._sampling, **setting})
+        logits, labels = self._last[1]
+        return label_logprobs(logits, labels, {**self._sampling, **setting})
 
     def score(self, parts: tuple[Hypothesis, ...]) -> Candidate:
         """Return a candidate with what it leaves; code of this process follows few settings."""
@@ -254,7 +255,12 @@ class Search:
 def simplest(found: Sequence[Candidate], tolerance: float) -> Candidate | None:
     """Return the candidate with the fewest parts of those within a tolerance; None without one."""
     good = [each for each in found if each.left <= tolerance]
-    return min(good, key=lambda x: (len(x.parts), "code" not in x.setting, x.left), default=None)
+    return min(good, key=_rank, default=None)
+
+
+def _rank(found: Candidate) -> tuple[Any, ...]:
+    setting = found.setting
+    return len(found.parts), "code" not in setting, round(found.left, 6), setting.get("layer") is None
 
 
 def minimised(scored: Callable[[float], Candidate], start: float, width: float) -> Candidate:

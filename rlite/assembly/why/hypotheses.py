@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import combinations, product
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +98,15 @@ def of_position() -> Iterator[Hypothesis]:
         "no positions: all are 0": lambda p, n: p * 0,
     }
     for by in (*range(-4, 0), *range(1, 9)):
-        rules[f"the model's tokens {by:+d} positions away"] = lambda p, n, by=by: (p + by * (p >= n)).clamp(min=0)
+        rules[f"the model's tokens {by:+d} positions away"] = partial(moved, by)
     yield from (Hypothesis("position", text, {"position": rule}) for text, rule in rules.items())
     for (name, text), x in product({"theta": "the rotary base", "stretch": "positions"}.items(), FACTORS):
         yield Hypothesis("position", f"{text} times {{:.4g}}", {name: x}, name)
+
+
+def moved(by: int, places: Tensor, start: int) -> Tensor:
+    """Return positions of which those from a place on are moved."""
+    return (places + by * (places >= start)).clamp(min=0)
 
 
 def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
@@ -126,7 +132,7 @@ def of_routing(layers: list[int], top_k: int) -> Iterator[Hypothesis]:
         "both halves of the experts exchanged": lambda n: [*range(n // 2, n), *range(n // 2)],
     }
     for a, b in combinations(range(MAX_EXPERTS), 2):
-        orders[f"experts {a} and {b} exchanged"] = lambda n, a=a, b=b: [{a: b, b: a}.get(x, x) % n for x in range(n)]
+        orders[f"experts {a} and {b} exchanged"] = partial(exchanged, a, b)
     choices: dict[str, Callable[[Tensor], Tensor]] = {
         "the first experts chosen always": lambda x: torch.arange(x.shape[-1]).expand_as(x),
         "the experts of the token before": lambda x: x.roll(1, 1),
@@ -139,6 +145,11 @@ def of_routing(layers: list[int], top_k: int) -> Iterator[Hypothesis]:
     changes |= {f"norm_topk_prob={on}": {"router": ("norm_topk_prob", on)} for on in (True, False)}
     for layer, (text, change) in product((None, *layers), changes.items()):
         yield Hypothesis("routing", text, {**change, "layer": layer})
+
+
+def exchanged(a: int, b: int, num_experts: int) -> list[int]:
+    """Return the order of experts in which two are exchanged, if there are both."""
+    return [{a: b, b: a}.get(x, x) if b < num_experts else x for x in range(num_experts)]
 
 
 def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:
@@ -154,6 +165,9 @@ def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:
         ids = encode(decode((*before, *own)))
         return ids[: len(before)], (*ids[len(before) :], *own)[: len(own)]
 
+    def rendered_by(render: Callable[[str], str]) -> Callable[[Ids], Ids]:
+        return lambda ids: encode(render(decode(ids)))
+
     yield Hypothesis("re-tokenisation", "with the text before encoded again", {"before": lambda x: encode(decode(x))})
     yield Hypothesis("re-tokenisation", "with the whole text encoded again", {"own": whole})
     special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
@@ -162,19 +176,24 @@ def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:
         "without white space at its end": lambda x: encode(decode(x).rstrip()),
     }
     for extra in (*((token,) for token in special[:MAX_SPECIAL]), encode("\n"), encode(" ")):
-        edits[f"with {decode(extra)!r} before it"] = lambda x, extra=extra: (*extra, *x)
-        edits[f"with {decode(extra)!r} after it"] = lambda x, extra=extra: (*x, *extra)
+        edits[f"with {decode(extra)!r} before it"] = partial(add, extra)
+        edits[f"with {decode(extra)!r} after it"] = partial(add_after, extra)
     for count in (*range(1, 9), 16, 32, 64):
-        edits[f"without its last {count} tokens"] = lambda x, n=count: x[:-n]
-        edits[f"without its first {count} tokens"] = lambda x, n=count: x[n:]
+        edits[f"without its last {count} tokens"] = itemgetter(slice(-count))
+        edits[f"without its first {count} tokens"] = itemgetter(slice(count, None))
     for first, last in product(range(MAX_PARTS), repeat=2):
         edits[f"without parts {first} to {last}"] = partial(without_parts, special=special, first=first, last=last)
     for text, render in renderings(tokenizer).items():
-        edits[f"rendered {text}"] = lambda x, render=render: encode(render(decode(x)))
+        edits[f"rendered {text}"] = rendered_by(render)
     prompts = {span.before for span in case.spans}
     for text, edit in edits.items():
         if any(edit(before) != before for before in prompts):
             yield Hypothesis("template", f"with the prompt {text}", {"before": edit})
+
+
+def add_after(extra: Ids, ids: Ids) -> Ids:
+    """Return ids with further ones after them."""
+    return (*ids, *extra)
 
 
 def without_parts(ids: Ids, special: list[int], first: int, last: int) -> Ids:

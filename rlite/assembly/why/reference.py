@@ -78,7 +78,7 @@ def attend(
     if asked.get("softcap") is not None or asked.get("s_aux") is not None:
         raise ConfigError("rlite why knows no attention with soft caps or sinks; this run cannot be explained")
     setting, lengths, starts, see = _CURRENT.get()
-    get = setting.get if setting.get("layer") in (None, module.layer_idx) else {}.get
+    get = (setting if setting.get("layer") in (None, module.layer_idx) else dict[str, Any]()).get
     name, show = f"model.layers.{module.layer_idx}.", see or (lambda *_: None)
     show(name + ROTATED, *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))
     heads, tokens = torch.arange(query.shape[1]), torch.arange(query.shape[2])
@@ -230,7 +230,8 @@ class Reference:
         case, found = self._case, Activations()
         lengths = [len(span.before) + len(span.ids) for span in spans]
         longest = max(*lengths, int(case.option("rollout.max_model_len", 0)))
-        options = EmbeddedOptions(dtype=str(case.dtype)[6:], max_model_len=longest, max_num_seqs=1)
+        dtype: Any = str(case.dtype)[6:]
+        options = EmbeddedOptions(dtype=dtype, max_model_len=longest, max_num_seqs=1)
         worker = EmbeddedWorker(case.model_name, options, torch.device("cpu"))
         state, forced = self.weights(setting), iter([token for span in spans for token in span.ids])
         for name, shard in worker.parameter_shards().items():
@@ -270,9 +271,9 @@ class Reference:
         if side == "engine":
             return first_difference(self.serve(weights, [span]), exact, coarse)
         self._case.load(setting.get("weights", self.exact))
-        pack = {"input_ids": torch.tensor(ids * 2), "position_ids": torch.arange(len(ids)).repeat(2)}
+        pack: dict[str, Any] = {"input_ids": torch.tensor(ids * 2), "position_ids": torch.arange(len(ids)).repeat(2)}
         pack |= {"cu_seqlens": torch.tensor([0, len(ids), 2 * len(ids)], dtype=torch.int32), "max_seqlen": len(ids)}
-        [found] = self._case.trainer.activations(pack)  # type: ignore[attr-defined]
+        [found] = self._case.trainer.activations(pack)
         return first_difference(found, exact, coarse)
 
 
