@@ -85,7 +85,7 @@ class Explanation:
     """distance that is rounding"""
     verdicts: list[Verdict]
     notes: list[str]
-    """what was assumed, left out or could not be checked, and why"""
+    """assumptions, and checks that were left out, with the reason for each"""
 
     @property
     def cause(self) -> str:

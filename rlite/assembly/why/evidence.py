@@ -60,7 +60,7 @@ class Case:
     trainer: RliteTrainEngine
     """the trainer's module, with the weights that were loaded last"""
     notes: list[str]
-    """what was assumed, left out or could not be checked, and why"""
+    """assumptions, and checks that were left out, with the reason for each"""
     step: int = 0
     spans: list[Span] = field(default_factory=list)
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)

@@ -14,15 +14,14 @@ from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from rlite.assembly.why.evidence import Case, Ids, Span
 from rlite.assembly.why.reference import Reference, Setting, label_logprobs
+from rlite.data.chat.template import ChatTemplate, TemplateRefusal, has_chat_template
 
 FACTORS = (0.01, 0.1, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, 10.0, 100.0)
 """grid of a factor; the best ones are refined"""
-MESSAGE = "\u2603 message \u2603"
 MAX_SPECIAL, MAX_PARTS, MAX_EXPERTS = 16, 7, 8
 """special tokens that are tried in a prompt; its parts that are left out; experts of which two are exchanged"""
 NEAR = 1e-3
@@ -47,7 +46,13 @@ class Hypothesis(NamedTuple):
 
 
 def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothesis]:
-    """Yield the hypotheses on the record of a side."""
+    """Yield the hypotheses on a record.
+
+    Args:
+        case: the case.
+        reference: its reference.
+        side: side whose record it is.
+    """
     yield Hypothesis("code", f"the {side}'s code in this process", {"code": side})
     yield from of_sampling()
     yield from of_weights(case, reference.exact)
@@ -98,13 +103,13 @@ def of_position() -> Iterator[Hypothesis]:
         "no positions: all are 0": lambda p, n: p * 0,
     }
     for by in (*range(-4, 0), *range(1, 9)):
-        rules[f"the model's tokens {by:+d} positions away"] = partial(moved, by)
+        rules[f"the model's tokens {by:+d} positions away"] = partial(_moved, by)
     yield from (Hypothesis("position", text, {"position": rule}) for text, rule in rules.items())
     for (name, text), x in product({"theta": "the rotary base", "stretch": "positions"}.items(), FACTORS):
         yield Hypothesis("position", f"{text} times {{:.4g}}", {name: x}, name)
 
 
-def moved(by: int, places: Tensor, start: int) -> Tensor:
+def _moved(by: int, places: Tensor, start: int) -> Tensor:
     """Return positions of which those from a place on are moved."""
     return (places + by * (places >= start)).clamp(min=0)
 
@@ -132,7 +137,7 @@ def of_routing(layers: list[int], top_k: int) -> Iterator[Hypothesis]:
         "both halves of the experts exchanged": lambda n: [*range(n // 2, n), *range(n // 2)],
     }
     for a, b in combinations(range(MAX_EXPERTS), 2):
-        orders[f"experts {a} and {b} exchanged"] = partial(exchanged, a, b)
+        orders[f"experts {a} and {b} exchanged"] = partial(_exchanged, a, b)
     choices: dict[str, Callable[[Tensor], Tensor]] = {
         "the first experts chosen always": lambda x: torch.arange(x.shape[-1]).expand_as(x),
         "the experts of the token before": lambda x: x.roll(1, 1),
@@ -147,7 +152,7 @@ def of_routing(layers: list[int], top_k: int) -> Iterator[Hypothesis]:
         yield Hypothesis("routing", text, {**change, "layer": layer})
 
 
-def exchanged(a: int, b: int, num_experts: int) -> list[int]:
+def _exchanged(a: int, b: int, num_experts: int) -> list[int]:
     """Return the order of experts in which two are exchanged, if there are both."""
     return [{a: b, b: a}.get(x, x) if b < num_experts else x for x in range(num_experts)]
 
@@ -182,7 +187,7 @@ def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:
         edits[f"without its last {count} tokens"] = itemgetter(slice(-count))
         edits[f"without its first {count} tokens"] = itemgetter(slice(count, None))
     for first, last in product(range(MAX_PARTS), repeat=2):
-        edits[f"without parts {first} to {last}"] = partial(without_parts, special=special, first=first, last=last)
+        edits[f"without parts {first} to {last}"] = partial(_without_parts, special=special, first=first, last=last)
     for text, render in renderings(tokenizer).items():
         edits[f"rendered {text}"] = rendered_by(render)
     prompts = {span.before for span in case.spans}
@@ -196,7 +201,7 @@ def add_after(extra: Ids, ids: Ids) -> Ids:
     return (*ids, *extra)
 
 
-def without_parts(ids: Ids, special: list[int], first: int, last: int) -> Ids:
+def _without_parts(ids: Ids, special: list[int], first: int, last: int) -> Ids:
     """Return ids without some of the parts that begin at special tokens."""
     numbers = torch.tensor([token in special for token in ids]).cumsum(0).tolist()
     return tuple(token for token, number in zip(ids, numbers, strict=True) if not first <= number <= last)
@@ -205,34 +210,41 @@ def without_parts(ids: Ids, special: list[int], first: int, last: int) -> Ids:
 def renderings(tokenizer: Any) -> dict[str, Callable[[str], str]]:
     """Return other ways to render a prompt of one message of a user, with the words for each."""
 
-    def render(*messages: str, **options: Any) -> str:
-        roles = ("system", "user")[-len(messages) :]
-        chat = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=True)]
-        return str(tokenizer.apply_chat_template(chat, **{"tokenize": False, "add_generation_prompt": True, **options}))
+    def around(*system: str, **options: Any) -> list[str]:
+        chat = [*({"role": "system", "content": text} for text in system), {"role": "user", "content": ""}]
+        return template.around(chat, len(system), **{"add_generation_prompt": True, **options})
 
-    def again(text: str, form: str) -> str:
+    def again(form: list[str], text: str) -> str:
         message, is_found, rest = text.removeprefix(head).partition(tail)
-        return form.replace(MESSAGE, message) + rest if is_found and text.startswith(head) else text
+        return message.join(form) + rest if is_found and text.startswith(head) else text
 
-    try:
-        head, _, tail = render(MESSAGE).partition(MESSAGE)
-        forms = {
-            "without the generation prompt": render(MESSAGE, add_generation_prompt=False),
-            "with enable_thinking=false": render(MESSAGE, enable_thinking=False),
-            "by no template": MESSAGE,
-            "twice": render(render(MESSAGE)),
-            "with an empty system message": render("", MESSAGE),
-            "with a system message": render("You are a helpful assistant.", MESSAGE),
-        }
-    except (TemplateError, ValueError, TypeError, KeyError):  # the checkpoint's template, or there is none
+    if not has_chat_template(tokenizer):
         return {}
-    return {text: partial(again, form=form) for text, form in forms.items()} if tail else {}
+    template = ChatTemplate(tokenizer)
+    try:
+        head, tail = around()
+        forms = {
+            "without the generation prompt": around(add_generation_prompt=False),
+            "with enable_thinking=false": around(enable_thinking=False),
+            "by no template": ["", ""],
+            "twice": [head * 2, tail * 2],
+            "with an empty system message": around(""),
+            "with a system message": around("You are a helpful assistant."),
+        }
+    except (TemplateRefusal, ValueError):  # the template refuses, or writes the message twice
+        return {}
+    return {text: partial(again, form) for text, form in forms.items() if tail and len(form) == 2}
 
 
 def sampled_tokens(case: Case, reference: Reference, side: str) -> Hypothesis:
     """Return the hypothesis that the recorded ids are the text encoded again, and the record is of other tokens.
 
     Each token is the one whose text goes on with the recorded text, and whose log-probability is the recorded one.
+
+    Args:
+        case: the case.
+        reference: its reference.
+        side: side whose record it is.
     """
     pieces = reference.tokenizer.batch_decode([[token] for token in range(len(reference.tokenizer))])
     sampling, made = case.sampling(side), dict[Ids, Ids]()

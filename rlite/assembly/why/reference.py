@@ -182,7 +182,7 @@ class Reference:
             names = [name for name in state for layer in layers if re.search(rf"layers\.{layer}\..*{ROUTER}", name)]
             state = {**state, **{name: state[name][setting["order"](len(state[name]))] for name in names}}
         if (stored := setting.get("stored")) is not None:
-            state = {name: rounded(x, *stored) if x.dim() > 1 else x for name, x in state.items()}
+            state = {name: _rounded(x, *stored) if x.dim() > 1 else x for name, x in state.items()}
         return state
 
     def _load(self, setting: Setting) -> None:
@@ -262,7 +262,13 @@ class Reference:
 
     @torch.inference_mode()
     def difference(self, side: str, setting: Setting, span: Span) -> Difference | None:
-        """Return the first module in which a side's code differs beyond rounding on a sequence; None if none does."""
+        """Return the first module in which code differs from the reference beyond rounding; None if none does.
+
+        Args:
+            side: side whose code it is.
+            setting: whose weights compute.
+            span: the sequence.
+        """
         ids = (*span.before, *span.ids[:-1])
         weights = {name: setting[name] for name in ("weights", "part", "amount") if name in setting}
         exact, coarse = Activations(), Activations()
@@ -287,7 +293,7 @@ def padded(sequences: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     return rows, torch.tensor([len(ids) for ids in sequences])
 
 
-def rounded(matrix: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
+def _rounded(matrix: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
     """Return a matrix after a visit in a dtype of 8 bits, whose range each row, or the matrix, uses to the full."""
     most = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
     largest = matrix.abs().amax(-1, keepdim=True) if scaled == "row" else matrix.abs().max()
@@ -297,7 +303,13 @@ def rounded(matrix: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
 
 
 def label_logprobs(logits: Tensor, labels: Tensor, setting: Setting) -> Tensor:
-    """Return the log-probabilities of labels [tokens] by logits [tokens, vocabulary], normalised over the kept ids."""
+    """Return the log-probabilities of labels [tokens] by logits [tokens, vocabulary], normalised over the kept ids.
+
+    Args:
+        logits: logits.
+        labels: ids of the tokens.
+        setting: has temperature, top_p and top_k.
+    """
     logprobs = (logits / setting["temperature"]).log_softmax(-1)
     own = logprobs.gather(1, labels[:, None])[:, 0]
     if setting["top_p"] < 1 or setting["top_k"]:

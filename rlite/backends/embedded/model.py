@@ -331,7 +331,15 @@ class _Place(NamedTuple):
 
 
 def show(see: See, name: str, module: nn.Module, args: Any, output: Any) -> None:
-    """Call `see` with the tensors among a module's outputs; a forward hook but for its first two arguments."""
+    """Call `see` with the tensors among a module's outputs; a forward hook.
+
+    Args:
+        see: takes the name and the tensors.
+        name: name of the module.
+        module: the module.
+        args: its arguments.
+        output: its output, or several in a tuple.
+    """
     values = output if isinstance(output, tuple) else (output,)
     see(name, *(value for value in values if isinstance(value, Tensor)))
 
