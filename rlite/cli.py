@@ -19,6 +19,7 @@ Look at runs
   view RUN [RUN2 ...]           rollouts, curves and lost work in the browser; --export FILE.html writes one file
   replay RUN --step N           makes a recorded step again, on any machine, and compares; --bundle FILE.zip packs it
   audit RUN                     computes again what follows from record and checkpoints, and names what does not fit
+  why RUN                       why the log-probabilities of engine and trainer disagree, with what was excluded
 
 Before training
   env check SPEC                runs an environment or a workflow against a scripted model, and says what is wrong

@@ -174,6 +174,7 @@ WRONG = [
     ("env", "chek", "game.py"),
     ("ppo", "actor.model_name=m", "train_data.sampler.name=curiculum"),
     ("ppo", "actor.model_name=m", "adv.credit=token"),
+    ("why", "run", "step=0"),
     ("view", "run", "port=many"),
     *((name, "name=x", "wait=perhaps") for name in ("launch", "status", "logs", "stop")),
 ]
