@@ -21,6 +21,7 @@ from rlite.nn.pretrained import load_config, stored_dtype
 from rlite.services.record.files import TRAIN, read_gaps
 from rlite.services.record.reader import RecordReader, read_part_aside
 from rlite.trainer.model.options import ModelOptions
+from rlite.trainer.model.prompt_lengths import check_ids, vocab_size_of
 from rlite.trainer.options import SamplingOptions
 from rlite.trainer.run.checkpoints import steps_of
 from rlite.trainer.run.folder import CONFIG
@@ -75,7 +76,7 @@ class Case:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype in which the engine was to serve: `rollout.dtype`, else the checkpoint's."""
-        given = DTYPES.get(self.option("rollout.dtype", ""))
+        given = DTYPES.get(str(self.option("rollout.dtype")))
         return given or stored_dtype(self.model_name, load_config(self.model_name))
 
     def sampling(self, side: str) -> dict[str, Any]:
@@ -168,6 +169,8 @@ def open_case(folder: Path, step: int | None, num_sequences: int, num_tokens: in
     actor = {name: value for name, value in case.option("actor").items() if name in ModelOptions.model_fields}
     case.trainer = RliteTrainEngine(watched_module(config.load(ModelOptions, (), given=actor), case.model_name))
     case.trainer.build()
+    for span in case.spans:
+        check_ids([*span.before, *span.ids], vocab_size_of(case.model_name))
     return case
 
 
@@ -176,6 +179,8 @@ def spans_of(row: Mapping[str, Any], version: int) -> Iterator[Span]:
     columns = (row[name] or [] for name in ("ids", "mask", "versions", *SIDES.values()))
     tokens = [*zip_longest(*columns)][:MAX_LENGTH]
     ids = tuple(token[0] for token in tokens)
+    if None in ids:  # columns of other lengths, or a damaged file
+        ids = ids[: ids.index(None)]
     for (is_own, stamp), part in groupby(range(1, len(ids)), lambda place: tokens[place][1:3]):
         places = [*part]
         if is_own:

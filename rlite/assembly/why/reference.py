@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rlite.assembly.why.activations import Activations, Difference, first_difference, keep, watching
-from rlite.assembly.why.evidence import Case, Span
+from rlite.assembly.why.evidence import MAX_LENGTH, Case, Span
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import ATTENDED, ROTATED, See
 from rlite.backends.embedded.worker import EmbeddedWorker
@@ -229,7 +229,8 @@ class Reference:
         """
         case, found = self._case, Activations()
         lengths = [len(span.before) + len(span.ids) for span in spans]
-        longest = max(*lengths, int(case.option("rollout.max_model_len", 0)))
+        given = case.option("rollout.max_model_len")
+        longest = max(*lengths, min(given, MAX_LENGTH) if isinstance(given, int) else 0)
         dtype: Any = str(case.dtype)[6:]
         options = EmbeddedOptions(dtype=dtype, max_model_len=longest, max_num_seqs=1)
         worker = EmbeddedWorker(case.model_name, options, torch.device("cpu"))
