@@ -30,6 +30,7 @@ Use a model
   eval MODEL [MODEL2]           metrics of a model on data with a reward, an environment or tasks; compares two
   merge ADAPTER OUT             an adapter (LoRA) and its base as one model
   plan                          memory of a model on each device; reads no weights
+  simulate [RUN]                steps per hour of asynchronous rollouts with other settings, by simulation
 
 Jobs on a cluster (docs/control.md)
   launch job.yaml               a job of the control plane, or a trainer kept running
@@ -88,6 +89,7 @@ COMMANDS = {
     "eval": Command("rlite.assembly.evaluate.command", "rlite.assembly.evaluate.options:EvalConfig"),
     "merge": Command("rlite.assembly.commands.merge", "rlite.assembly.commands.options:MergeConfig"),
     "plan": Command("rlite.assembly.commands.plan", "rlite.assembly.commands.options:PlanConfig"),
+    "simulate": Command("rlite.assembly.simulate.command", "rlite.assembly.simulate.options:SimulateConfig"),
     "launch": Command("rlite.control.command", "rlite.control.command:LaunchConfig", "launch"),
     "status": Command("rlite.control.command", "rlite.control.command:JobQuery", "status"),
     "logs": Command("rlite.control.command", "rlite.control.command:LogQuery", "logs"),
