@@ -86,7 +86,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Call after at least a nanosecond: code that sleeps until a time would else repeat a sleep that rounds to 0."""
+        """Call after at least a nanosecond: a sleep until a time would else repeat a rest that rounds to 0."""
         return super().call_later(max(delay, 1e-9), callback, *args, context=context)
 
     def turn(self, limit: float) -> bool:

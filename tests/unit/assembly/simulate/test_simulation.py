@@ -107,9 +107,7 @@ def simulated(limits: SimulatedRollouts, size: int, drawn: list[tuple[float, boo
 @pytest.mark.parametrize("eta", [1, 2, 4])
 @pytest.mark.parametrize(("size", "concurrent"), [(4, None), (4, 10), (1, 3), (8, 5)])
 def test_batches_are_those_of_the_collector(on_stale: Any, eta: int, size: int, concurrent: int | None) -> None:
-    limits = SimulatedRollouts(
-        max_head_offpolicyness=eta, on_stale=on_stale, max_concurrent_rollouts=concurrent
-    )
+    limits = SimulatedRollouts(max_head_offpolicyness=eta, on_stale=on_stale, max_concurrent_rollouts=concurrent)
     drawn = latencies(eta)
     expected, found = collected(limits, size, drawn), simulated(limits, size, drawn)
     assert [groups for _, groups in found] == [groups for _, groups in expected]
