@@ -77,8 +77,10 @@ from tests.virtual_time import Clock, VirtualLoop, loop_of, virtual_time
 
 PATIENCE = 120.0
 """seconds after which a batch that is not there is a deadlock; no fault lasts so long"""
-HORIZON = 8.0
+HORIZON = 6.0
 """seconds in which faults begin"""
+NUM_TOKENS = 2
+"""tokens of an answer"""
 SEALED = 16
 """one schedule in so many writes checkpoints with their manifests, and verifies them"""
 LATE = 1e-6
@@ -148,9 +150,9 @@ class Plan:
         ]
         return cls(
             seed=seed,
-            steps=draw.randint(2, 5),
+            steps=draw.randint(2, 4),
             size=size,
-            siblings=draw.randint(1, 2),
+            siblings=draw.choice([1, 1, 2]),
             options=options,
             replicas=draw.randint(1, 3),
             save_every=draw.randint(1, 2),
@@ -205,6 +207,7 @@ class VirtualReplica:
         self.workers = SimpleNamespace(index=index)
         self.version, self.is_dead, self.stopped_until, self.slow_until = version, False, 0.0, 0.0
         self._world, self._loop, self._table, self.is_resting = world, loop, InFlightTable(), False
+        self._held: list[tuple[InFlightRequest, int]] = []
 
     @property
     def failure(self) -> Exception | None:
@@ -221,9 +224,15 @@ class VirtualReplica:
         if not self._table.add(requests):
             return False
         for request in requests:
-            left = 3 - len(request.remaining_request().output_ids)
+            left = NUM_TOKENS - len(request.remaining_request().output_ids)
             self._later(request, max(left, 1))
         return True
+
+    def rest(self, is_resting: bool) -> None:
+        """Make no token, or go on."""
+        self.is_resting, held, self._held = is_resting, self._held, []
+        for request, left in held:
+            self._loop.events.call_later(self._world.draw.uniform(0.0, 0.05), self._token, request, left)
 
     def cancel(self, request_ids: Any) -> None:
         """End requests a moment later."""
@@ -236,15 +245,18 @@ class VirtualReplica:
 
     def _later(self, request: InFlightRequest, left: int) -> None:
         draw, now = self._world.draw, self._loop.clock.now
-        seconds = draw.expovariate(3.0) * (8.0 if now < self.slow_until else 1.0)
+        seconds = draw.expovariate(2.0) * (8.0 if now < self.slow_until else 1.0)
         self._loop.events.call_later(seconds, self._token, request, left)
 
     def _token(self, request: InFlightRequest, left: int) -> None:
         now = self._loop.clock.now
         if self.is_dead or request.done.done():
             return
-        if self.is_resting or now < self.stopped_until:
-            self._loop.events.call_later(max(0.05, self.stopped_until - now), self._token, request, left)
+        if self.is_resting:
+            self._held.append((request, left))
+            return
+        if now < self.stopped_until:
+            self._loop.events.call_later(self.stopped_until - now, self._token, request, left)
             return
         number, is_last = request.request.request_id, left <= 1
         chunk = TokenChunk(
@@ -310,7 +322,7 @@ class Fleet:
         """Stamp tokens with a version."""
         self._version = version
         for replica in self.router.replicas:
-            replica.set_version(version) if hasattr(replica, "set_version") else setattr(replica, "version", version)
+            _virtual(replica).version = version
 
     def pause(self) -> None:
         """Rest."""
@@ -322,7 +334,12 @@ class Fleet:
 
     def _rest(self, is_resting: bool) -> None:
         for replica in self.router.replicas:
-            vars(replica)["is_resting"] = is_resting
+            _virtual(replica).rest(is_resting)
+
+
+def _virtual(replica: Any) -> VirtualReplica:
+    """Return a replica of a fleet's router, all of which are virtual."""
+    return replica
 
 
 @dataclass
@@ -414,7 +431,7 @@ class World:
     def __post_init__(self) -> None:
         self.draw, self.disk = random.Random(self.plan.seed + 1), Disk(self)
         self.policy = FailoverPolicy(roles={"rollout": RolePolicy("workload", 20)}, max_job_restarts=20)
-        self._tickets = set[int]()
+        self._tickets, self._sizes = set[int](), (0, 0, 0)
 
     def say(self, text: str) -> None:
         """Note an event."""
@@ -535,7 +552,11 @@ class World:
 
     def check_bounds(self, collector: RolloutCollector) -> None:
         """Check the bounds of the ledger."""
-        plan, found = self.plan, collector.counters
+        ledger = collector._ahead.ledger
+        if (sizes := (len(ledger._running), len(ledger._ready), len(ledger._waiting))) == self._sizes:
+            return
+        self._sizes = sizes
+        plan, found = self.plan, ledger.counters
         eta, version = plan.options.max_head_offpolicyness, collector.engine.get_version()
         if found.running > (plan.options.max_concurrent_rollouts or plan.size):
             raise Violation(f"too many groups run: {found}")
