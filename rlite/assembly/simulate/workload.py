@@ -174,8 +174,8 @@ def recorded_groups(
     ended, seconds = rows["ended"] - rest, rows["seconds_generate"]
     beside = np.maximum(overlaps(ended - seconds, ended) / num_replicas, 1.0)
     seconds = np.maximum(seconds - np.maximum(rows["version_max"] - rows["version_min"], 0) * syncing, 0.1 * seconds)
-    alone, slowdown = fit_speed(seconds, tokens, beside, notes)
-    works = seconds / (1 + slowdown * (beside - 1))
+    alone, slowdown, constant = fit_speed(seconds, tokens, beside, notes)
+    rest, works = rest + constant, np.maximum(seconds - constant, 0.0) / (1 + slowdown * (beside - 1))
     groups, whole, cut = defaultdict[int, list[int]](list), list[Template](), list[Template]()
     for place, number in enumerate(rows["group"].tolist()):
         groups[number].append(place)
@@ -218,8 +218,10 @@ def overlaps(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
     return (opened(ended) - opened(began)) / np.maximum(ended - began, 1e-9)
 
 
-def fit_speed(seconds: np.ndarray, tokens: np.ndarray, beside: np.ndarray, notes: list[str]) -> tuple[float, float]:
-    """Return a and b by least squares: seconds = tokens a (1 + b (n - 1)) for n sequences on the replica.
+def fit_speed(
+    seconds: np.ndarray, tokens: np.ndarray, beside: np.ndarray, notes: list[str]
+) -> tuple[float, float, float]:
+    """Return a, b and c by least squares: seconds = a tokens (1 + b (n - 1)) + c for n sequences on the replica.
 
     Args:
         seconds: of each sequence [N].
@@ -227,13 +229,22 @@ def fit_speed(seconds: np.ndarray, tokens: np.ndarray, beside: np.ndarray, notes
         beside: mean number of sequences on its replica meanwhile [N].
         notes: takes what could not be measured.
     """
-    alone = float(seconds.sum() / max(tokens.sum(), 1.0)) or 1.0
+    columns, used = np.stack([tokens, tokens * (beside - 1), np.ones_like(tokens)], 1), [0, 1, 2]
     if beside.std() < MIN_SPREAD * beside.mean():
         told = f"there were always about {beside.mean():.3g} sequences on a replica, so that their effect on each other"
         notes.append(f"{told} is unknown, and taken as none; slowdown=SHARE sets it")
-        return alone, 0.0
-    (a, b), *_ = np.linalg.lstsq(np.stack([tokens, tokens * (beside - 1)], 1), seconds, rcond=None)
-    return (alone, 0.0) if b <= 0 else (float(a), float(b / a)) if a > 0 else (alone / float(beside.mean()), 1.0)
+        used.remove(1)
+    if tokens.std() < MIN_SPREAD * tokens.mean():
+        used.remove(2)
+    found, weights = np.zeros(3), 1 / np.sqrt(np.maximum(tokens, 1.0))[:, None]
+    while True:
+        fitted, *_ = np.linalg.lstsq(columns[:, used] * weights, seconds * weights[:, 0], rcond=None)
+        if min(fitted) >= 0 or len(used) == 1:
+            break
+        del used[int(fitted.argmin())]
+    found[used] = np.maximum(fitted, 0.0)
+    a, b, c = found.tolist()
+    return (a, b / a, c) if a else (b or 1.0, 1.0, c)
 
 
 def recorded_steps(rows: Rows, metrics: Sequence[Mapping[str, float]], notes: list[str]) -> list[Step]:
