@@ -65,6 +65,7 @@ class Workload:
     """What is simulated."""
 
     templates: Sequence[Template]
+    """groups, in the order of their submission"""
     steps: Sequence[Step]
     limits: SimulatedRollouts
     batch_size: int
@@ -236,15 +237,21 @@ class Simulation:
         return batch
 
     def _refill(self) -> None:
-        """Submit batches of groups until as many wait as a batch has."""
-        while self.ledger.counters.waiting < self.workload.batch_size:
-            for number in range(self._num_submitted, self._num_submitted + self.workload.batch_size):
-                template = self._rng.choice(self.workload.templates)
-                works, size = [(n, sample.work) for n, sample in enumerate(template.samples)], len(template.samples)
-                asked = SequenceRequest(request_id=number, input_ids=[number] * size, gconfig=self._gconfig, seed=0)
-                self.groups[number] = _Group(template, works, size, InFlightRequest(asked))
+        """Submit groups until as many wait as a batch has. Those of a batch are neighbours in the run, too.
+
+        What slows one of them, such as a busy machine, slows all of them.
+        """
+        templates, size = self.workload.templates, self.workload.batch_size
+        while self.ledger.counters.waiting < size:
+            first = self._rng.randrange(len(templates))
+            for place in range(size):
+                template, number = templates[(first + place) % len(templates)], self._num_submitted + place
+                works = [(n, sample.work) for n, sample in enumerate(template.samples)]
+                ids = [number] * len(works)
+                asked = SequenceRequest(request_id=number, input_ids=ids, gconfig=self._gconfig, seed=0)
+                self.groups[number] = _Group(template, works, len(works), InFlightRequest(asked))
                 self.ledger.submit(number)
-            self._num_submitted += self.workload.batch_size
+            self._num_submitted += size
 
     def _rest(self, is_resting: bool) -> None:
         for replica in self._replicas:

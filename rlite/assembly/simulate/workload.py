@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,14 @@ from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader, read_part_aside
 from rlite.yaml_texts import read_saved
 
-WARM_UP = 2
-"""first steps of a run whose times are left out, if it has as many more"""
-WAITED = 0.01
-"""seconds of a wait from which the last answer before a batch tells when the batch was taken"""
+WARM_UP = 3
+"""first steps of a run that are left out, if it has as many more"""
 MIN_SPREAD = 0.05
 """relative spread of the number of sequences on a replica from which its effect is measured"""
 PHASES = ("seconds", "seconds_rollout", "seconds_sync")
 NUMBERS = ("reward", "prompt_tokens", "response_tokens", "version_min", "version_max", "ended", "seconds_generate")
 RESTS = ("seconds_environment", "seconds_reward")
+TRAINED = ("trained", "skipped")
 NUM_DRAWN = 4096
 """groups and steps that are made of distributions"""
 Rows = Mapping[str, np.ndarray]
@@ -82,11 +81,9 @@ def read_run(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Rows, list
             f"{told}: no line of metrics.jsonl has the phases {', '.join(PHASES)}, which the trainers write. A trainer "
             'of your own times them with rlite.stats_tracker.record_timing("step"), ("rollout") and ("sync")'
         )
-    return config, {n: column[rows["ended"] > 0] for n, column in rows.items()}, metrics[_warm_up(metrics) :]
-
-
-def _warm_up(metrics: Sequence[object]) -> int:
-    return WARM_UP if len(metrics) >= 2 * WARM_UP else 0
+    metrics = metrics[WARM_UP if len(metrics) >= 2 * WARM_UP else 0 :]
+    chosen = (rows["ended"] > 0) & (rows["step"] >= metrics[0]["step"])
+    return config, {name: column[chosen] for name, column in rows.items()}, metrics
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -176,24 +173,26 @@ def recorded_groups(
     seconds = np.maximum(seconds - np.maximum(rows["version_max"] - rows["version_min"], 0) * syncing, 0.1 * seconds)
     alone, slowdown, constant = fit_speed(seconds, tokens, beside, notes)
     rest, works = rest + constant, np.maximum(seconds - constant, 0.0) / (1 + slowdown * (beside - 1))
-    groups, whole, cut = defaultdict[int, list[int]](list), list[Template](), list[Template]()
+    groups, found, cut = defaultdict[int, list[int]](list), list[Template](), list[int]()
     for place, number in enumerate(rows["group"].tolist()):
         groups[number].append(place)
-    for places in groups.values():
+    for _, places in sorted(groups.items()):  # in the order of their submission
         columns = (works[places], rest[places], (tokens + rows["prompt_tokens"])[places])
         samples = [Sample(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
         status, rewards = rows["status"][places[0]], rows["reward"][places]
         is_refused = "filtered" in rows["status"] and len(places) > 1 and (rewards == rewards[0]).all()
-        loss = "" if status in ("trained", "skipped") else f"{status}: {kind_of(rows['reason'][places[0]])}"
-        template = Template(samples, NOT_ACCEPTED.reason if is_refused or status == "filtered" else loss)
-        (cut if status in ("too_old", "aborted") else whole).append(template)
+        loss = "" if status in TRAINED else f"{status}: {kind_of(rows['reason'][places[0]])}"
+        cut += [len(found)] if status in ("too_old", "aborted") else []
+        found.append(Template(samples, NOT_ACCEPTED.reason if is_refused or status == "filtered" else loss))
+    whole = sorted((found[n] for n in set(range(len(found))) - set(cut)), key=_longest)
     if not whole:
         raise DataError("no group of the record has come to its end: let the run make a few steps more")
-    whole.sort(key=_longest)
     longest, rng = [_longest(group) for group in whole], random.Random(0)
-    first = [min(bisect_left(longest, _longest(group)), len(whole) - 1) for group in cut]
-    notes += [f"{len(cut)} of {len(groups)} groups were cut off: others as long took their place"] if cut else []
-    return whole + [whole[rng.randrange(place, len(whole))] for place in first], alone, slowdown
+    for place in cut:
+        first = min(bisect_left(longest, _longest(found[place])), len(whole) - 1)
+        found[place] = whole[rng.randrange(first, len(whole))]
+    notes += [f"{len(cut)} of {len(found)} groups were cut off: others as long took their place"] if cut else []
+    return found, alone, slowdown
 
 
 def _longest(group: Template) -> float:
@@ -248,26 +247,32 @@ def fit_speed(
 
 
 def recorded_steps(rows: Rows, metrics: Sequence[Mapping[str, float]], notes: list[str]) -> list[Step]:
-    """Return the steps of a run. The time between steps is measured where the trainer waited for two batches.
+    """Return the steps of a run.
+
+    The time between steps is in no metric. The first start of a group with version V is close to the end of step V.
+    From one such time near the beginning to another one near the end, the steps take what their metrics say. The rest
+    is between them.
 
     Args:
         rows: columns of the record.
         metrics: lines of metrics.jsonl.
         notes: takes what could not be measured.
     """
-    steps, taken, waits, gaps = dict[float, Step](), dict[float, float](), dict[float, float](), list[float]()
-    is_trained = np.isin(rows["status"].astype(str), ("trained", "skipped"))
+    starts, by_step = rows["ended"] - rows["seconds_generate"] - sum(rows[name] for name in RESTS), dict[int, Step]()
+    tokens, is_trained = rows["prompt_tokens"] + rows["response_tokens"], np.isin(rows["status"].astype(str), TRAINED)
     for row in metrics:
-        own, step = is_trained & (rows["step"] == row["step"]), row["step"]
-        seconds, waits[step], sync = (row[name] for name in PHASES)
-        tokens = float((rows["prompt_tokens"] + rows["response_tokens"])[own].sum())
-        steps[step] = Step(max(0.0, seconds - waits[step] - sync), sync, 0.0, tokens)
-        if waits[step] > WAITED and own.any():
-            taken[step] = float(rows["ended"][own].max())
-    for step in taken.keys() & {step - 1 for step in taken}:
-        gaps.append(taken[step + 1] - taken[step] - waits[step + 1] - steps[step].learn - steps[step].sync)
-    notes += [] if gaps else ["the time between steps is unknown, as the trainer never waited twice: taken as 0"]
-    return [step._replace(between=max(0.0, median(gaps or [0.0]))) for step in steps.values()]
+        seconds, wait, sync = (row[name] for name in PHASES)
+        own = float(tokens[is_trained & (rows["step"] == row["step"])].sum())
+        by_step[int(row["step"])] = Step(max(0.0, seconds - wait - sync), sync, 0.0, own)
+    ends = {version: starts[rows["version_min"] == version].min() for version in {*rows["version_min"]} & {*by_step}}
+    between = 0.0
+    if len(ends) > 1:
+        first, last = min(ends), max(ends)
+        inside = [row["seconds"] + row.get("seconds_evaluate", 0.0) for row in metrics if first < row["step"] <= last]
+        between = max(0.0, float(ends[last] - ends[first] - sum(inside)) / (last - first))
+    else:
+        notes.append("the time between steps is unknown, and taken as 0")
+    return [step._replace(between=between) for step in by_step.values()]
 
 
 def share_of_tokens(steps: Sequence[Step]) -> float:

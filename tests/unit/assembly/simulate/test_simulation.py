@@ -69,11 +69,14 @@ def collected(limits: SimulatedRollouts, size: int, drawn: list[tuple[float, boo
 class InOrder:
     """Draws the groups in the order in which the collector gets its items."""
 
-    def __init__(self) -> None:
-        self._place = itertools.count()
+    def __init__(self, size: int) -> None:
+        self._places = itertools.count(0, size)
 
     def choice(self, values: Any) -> Any:
-        return values[0] if len(values) == 1 else values[next(self._place)]
+        return values[0]
+
+    def randrange(self, stop: int) -> int:
+        return next(self._places)
 
 
 def simulated(limits: SimulatedRollouts, size: int, drawn: list[tuple[float, bool]]) -> list[tuple[float, list[int]]]:
@@ -98,7 +101,7 @@ def simulated(limits: SimulatedRollouts, size: int, drawn: list[tuple[float, boo
         token_share=0.0,
     )
     simulation = Noting(workload)
-    simulation._rng = InOrder()  # type: ignore[assignment]
+    simulation._rng = InOrder(size)  # type: ignore[assignment]
     simulation.run(STEPS)
     return found
 
