@@ -401,8 +401,9 @@ def main() -> None:
                 shares = " ".join(
                     f"{a}:{real['staleness'].get(a, 0):.1%}/{s:.1%}" for a, s in found["staleness"].items()
                 )
+                rate = found["steps_per_hour"]
                 print(
-                    f"{kind:9} {name:36} {real['steps_per_hour']:8.0f} steps/h, simulated {found['steps_per_hour']:8.0f} "
+                    f"{kind:9} {name:36} {rates[-1]:8.0f} steps/h, simulated {rate:8.0f} "
                     f"({error:+.1%}); staleness {shares} (off by {100 * off:.1f} points); lost {real['lost']}",
                     flush=True,
                 )
@@ -411,7 +412,8 @@ def main() -> None:
     sizes = sorted(abs(error) for error in errors)
     print(
         f"{len(errors)} runs predicted: median error {statistics.median(sizes):.1%}, largest {sizes[-1]:.1%}; "
-        f"staleness off by at most {100 * max(points):.1f} points, {sum(each <= MAX_POINTS for each in points)} runs within 2"
+        f"staleness off by at most {100 * max(points):.1f} points, "
+        f"{sum(each <= MAX_POINTS for each in points)} runs within 2"
     )
     is_right = statistics.median(sizes) <= MAX_MEDIAN and sizes[-1] <= MAX_ERROR and max(points) <= MAX_POINTS
     raise SystemExit(0 if is_right else "not as asked")

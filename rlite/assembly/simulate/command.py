@@ -19,6 +19,7 @@ from rlite.assembly.simulate.options import SimulateConfig
 from rlite.assembly.simulate.simulation import Simulation
 from rlite.assembly.simulate.workload import make_workload
 from rlite.errors import writing
+from rlite.runtime.sandbox.pool import close_shared_pool
 from rlite.services.console.terminal import ConsoleReporter
 
 HOUR = 3600.0
@@ -72,7 +73,10 @@ def table(found: Mapping[str, Any]) -> dict[str, str]:
 def main(argv: Sequence[str]) -> None:
     """Simulate, print the answer, and write it."""
     options = config.load(SimulateConfig, SimulateConfig.arguments(argv))
-    found = simulate(options)
+    try:
+        found = simulate(options)
+    finally:
+        close_shared_pool()  # it has read the record
     ConsoleReporter().report("rlite simulate", table(found))
     if options.out is not None:
         with writing(path := Path(options.out).expanduser()):

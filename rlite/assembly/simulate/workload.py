@@ -18,7 +18,6 @@ from rlite.assembly.simulate.simulation import Sample, Step, Template, Workload
 from rlite.config import Options
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED, kind_of
-from rlite.runtime.sandbox.pool import close_shared_pool
 from rlite.services.console.sinks import read_metrics
 from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader, read_part_aside
@@ -60,12 +59,15 @@ def read_run(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Rows, list
             "how long each takes beside the other. Make a few steps with rollout.max_head_offpolicyness=1 "
             "num_devices=2 launcher=ray, or give distributions in place of a run"
         )
+    metrics = [row for row in lines if all(0 <= row.get(name, math.nan) < math.inf for name in PHASES)]
+    if not metrics:
+        raise DataError(
+            f"{told}: no line of metrics.jsonl has the phases {', '.join(PHASES)}, which the trainers write. A trainer "
+            'of your own times them with rlite.stats_tracker.record_timing("step"), ("rollout") and ("sync")'
+        )
     reader = RecordReader(folder, read_part_aside)
-    try:
-        reader.refresh()
-        table = reader.table(TRAIN)
-    finally:
-        close_shared_pool()
+    reader.refresh()
+    table = reader.table(TRAIN)
     notes += [f"record/{name} {problem}" for name, problem in reader.problems.items()]
     if not len(table):
         amount = _group(config, "trainer").get("record")
@@ -75,12 +77,6 @@ def read_run(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Rows, list
         )
     rows = {name: table[name].to_numpy() for name in ("step", "group", "status", "reason")}
     rows |= {name: np.nan_to_num(table[name].to_numpy().astype(float)) for name in (*NUMBERS, *RESTS)}
-    metrics = [row for row in lines if all(0 <= row.get(name, math.nan) < math.inf for name in PHASES)]
-    if not metrics:
-        raise DataError(
-            f"{told}: no line of metrics.jsonl has the phases {', '.join(PHASES)}, which the trainers write. A trainer "
-            'of your own times them with rlite.stats_tracker.record_timing("step"), ("rollout") and ("sync")'
-        )
     metrics = metrics[WARM_UP if len(metrics) >= 2 * WARM_UP else 0 :]
     chosen = (rows["ended"] > 0) & (rows["step"] >= metrics[0]["step"])
     return config, {name: column[chosen] for name, column in rows.items()}, metrics
