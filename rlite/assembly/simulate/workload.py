@@ -26,7 +26,9 @@ from rlite.yaml_texts import read_saved
 WARM_UP = 3
 """first steps of a run that are left out, if it has as many more"""
 MIN_SPREAD = 0.05
-"""relative spread of the number of sequences on a replica from which its effect is measured"""
+"""relative spread of a number from which its effect is measured"""
+BETTER = 0.98
+"""squared error of a law of generation, relative to that of a simpler one, below which it is chosen"""
 PHASES = ("seconds", "seconds_rollout", "seconds_sync")
 NUMBERS = ("reward", "prompt_tokens", "response_tokens", "version_min", "version_max", "ended", "seconds_generate")
 RESTS = ("seconds_environment", "seconds_reward")
@@ -224,21 +226,18 @@ def fit_speed(
         beside: mean number of sequences on its replica meanwhile [N].
         notes: takes what could not be measured.
     """
-    columns, used = np.stack([tokens, tokens * (beside - 1), np.ones_like(tokens)], 1), [0, 1, 2]
+    columns = np.stack([tokens, tokens * (beside - 1), np.ones_like(tokens)], 1)
+    weights, best, chosen = 1 / np.sqrt(np.maximum(tokens, 1.0)), math.inf, np.array([1.0, 0.0, 0.0])
+    for used in ([0], [0, 2], [0, 1], [0, 1, 2], [1], [1, 2]):  # the simplest that explains as much as the others
+        found, *_ = np.linalg.lstsq(columns[:, used] * weights[:, None], seconds * weights, rcond=None)
+        left = float((((seconds - columns[:, used] @ found) * weights) ** 2).sum())
+        if left < BETTER * best and min(found) >= 0:
+            best, chosen = left, np.zeros(3)
+            chosen[used] = found
     if beside.std() < MIN_SPREAD * beside.mean():
         told = f"there were always about {beside.mean():.3g} sequences on a replica, so that their effect on each other"
-        notes.append(f"{told} is unknown, and taken as none; slowdown=SHARE sets it")
-        used.remove(1)
-    if tokens.std() < MIN_SPREAD * tokens.mean():
-        used.remove(2)
-    found, weights = np.zeros(3), 1 / np.sqrt(np.maximum(tokens, 1.0))[:, None]
-    while True:
-        fitted, *_ = np.linalg.lstsq(columns[:, used] * weights, seconds * weights[:, 0], rcond=None)
-        if min(fitted) >= 0 or len(used) == 1:
-            break
-        del used[int(fitted.argmin())]
-    found[used] = np.maximum(fitted, 0.0)
-    a, b, c = found.tolist()
+        notes.append(f"{told} is not known well; slowdown=SHARE sets it")
+    a, b, c = chosen.tolist()
     return (a, b / a, c) if a else (b or 1.0, 1.0, c)
 
 
@@ -272,8 +271,10 @@ def recorded_steps(rows: Rows, metrics: Sequence[Mapping[str, float]], notes: li
 
 
 def share_of_tokens(steps: Sequence[Step]) -> float:
-    """Return the share of the learning time that grows with the tokens of a batch, by least squares."""
+    """Return the share of the learning time that grows with the tokens of a batch; 0 if the run does not show it."""
     tokens, seconds = np.array([step.tokens for step in steps]), np.array([step.learn for step in steps])
-    if tokens.std() == 0 or seconds.mean() == 0:
+    if tokens.std() < MIN_SPREAD * tokens.mean() or seconds.std() == 0:
         return 0.0
-    return float(np.clip(np.polyfit(tokens, seconds, 1)[0] * tokens.mean() / seconds.mean(), 0.0, 1.0))
+    is_shown = np.corrcoef(tokens, seconds)[0, 1] > 2 / math.sqrt(len(steps))
+    slope = np.polyfit(tokens, seconds, 1)[0] * tokens.mean() / seconds.mean() if is_shown else 0.0
+    return float(np.clip(slope, 0.0, 1.0))

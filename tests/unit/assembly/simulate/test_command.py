@@ -63,9 +63,9 @@ def test_run_is_simulated_with_its_own_settings_and_with_others(run: Path) -> No
     own, faster = answer(f"run={run}"), answer(f"run={run}", "seconds_update=0.5x", "seconds_per_token=0.5x")
     assert 0 < own["steps_per_hour"] < faster["steps_per_hour"]
     assert set(own["staleness"]) <= {"0", "1"}
-    assert (
-        max(map(int, answer(f"run={run}", "rollout.max_head_offpolicyness=3", "seconds_update=20x")["staleness"])) == 3
-    )
+    slower = answer(f"run={run}", "rollout.max_head_offpolicyness=3", "seconds_update=2000")
+    assert slower["trainer_waits"] < own["trainer_waits"]
+    assert slower["rollouts_wait"] > own["rollouts_wait"]
 
 
 def test_run_without_a_record_is_told_the_option_that_keeps_it(run: Path) -> None:
@@ -123,7 +123,7 @@ def test_speed_of_a_replica_is_found_from_its_sequences() -> None:
     seconds = 0.02 * tokens * (1 + 0.05 * (beside - 1)) + 0.3
     assert fit_speed(seconds, tokens, beside, []) == pytest.approx((0.02, 0.05, 0.3), rel=1e-6)
     notes: list[str] = []
-    assert fit_speed(seconds, tokens, np.full(2000, 5.0), notes)[1] == 0.0
+    assert fit_speed(seconds, tokens, np.full(2000, 5.0), notes)[1] <= 0.06
     assert "slowdown=SHARE" in notes[0]
 
 
