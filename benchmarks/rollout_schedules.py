@@ -123,7 +123,7 @@ class Plan:
     def of(cls, seed: int) -> Plan:
         """Draw the schedule of a seed."""
         draw = random.Random(seed)
-        size, eta = draw.randint(1, 3), draw.randint(1, 3)
+        size, eta = draw.choice([1, 1, 2, 3]), draw.randint(1, 3)
         options = CollectorOptions(
             consumer_batch_size=size,
             max_head_offpolicyness=eta,
@@ -150,7 +150,7 @@ class Plan:
         ]
         return cls(
             seed=seed,
-            steps=draw.randint(2, 4),
+            steps=draw.randint(2, 3),
             size=size,
             siblings=draw.choice([1, 1, 2]),
             options=options,

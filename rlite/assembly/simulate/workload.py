@@ -165,7 +165,7 @@ def recorded_groups(
     Raises:
         DataError: no group has come to its end.
     """
-    rest, tokens = sum(rows[name] for name in RESTS), rows["response_tokens"]
+    rest, tokens = rows[RESTS[0]] + rows[RESTS[1]], rows["response_tokens"]
     ended, seconds = rows["ended"] - rest, rows["seconds_generate"]
     beside = np.maximum(overlaps(ended - seconds, ended) / num_replicas, 1.0)
     seconds = np.maximum(seconds - np.maximum(rows["version_max"] - rows["version_min"], 0) * syncing, 0.1 * seconds)
