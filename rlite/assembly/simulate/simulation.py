@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is simulated."""
+    """Everything that a simulation needs to know."""
 
     templates: Sequence[Template]
     """groups, in the order of their submission"""
