@@ -227,6 +227,7 @@ MISSING = {
     ("eval", "m", "reward=my.py:f"): "missing: data.path=FILE, the prompts",
     ("generate", "/nowhere/m", "hello"): "model '/nowhere/m': no such folder",
     ("serve", "/nowhere/m"): "model '/nowhere/m': no such folder",
+    ("simulate", "runs/grpo", "lengths=two"): "lengths=two: expected a factor such as 2x",
     ("plan", "model_name=/nowhere/m", "num_devices=1"): "model '/nowhere/m': no such folder",
 }
 PROGRAM = """

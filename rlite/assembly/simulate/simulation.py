@@ -78,7 +78,7 @@ class Workload:
     token_share: float
     """share of the learning time that grows with the tokens of the batch"""
     notes: Sequence[str] = ()
-    """what was assumed or left out"""
+    """assumptions, and facts that the run does not show"""
 
 
 @dataclass(eq=False)
