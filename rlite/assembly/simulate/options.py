@@ -122,7 +122,8 @@ class SimulateConfig(AnnouncedOptions):
         """Yield a message for what is missing without a run; raise ConfigError for texts that mean no amount."""
         yield from super().problems()
         for name in self.amounts:
-            if name in ("loss_of_replicas", "failures") and self.draw(name)(random.Random(0), 0.0) > 1:
+            value = self.draw(name)(random.Random(0), 0.0)
+            if name in ("loss_of_replicas", "failures") and value > 1:
                 yield f"{name}={getattr(self, name)}: expected a share of at most 100%"
         if self.run is None:
             for name in ("lengths", "seconds_per_token", "seconds_update"):
