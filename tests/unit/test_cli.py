@@ -145,6 +145,7 @@ def test_missing_data_and_rewards_are_reported_before_torch_is_loaded(monkeypatc
 ROWS, PAIRS = ["actor.model_name=m", "data.path=rows.jsonl"], ["actor.model_name=m", "data.path=pairs.jsonl"]
 ROLLOUTS = ["actor.model_name=m", "train_data.path=prompts.jsonl", "reward.path=my.py:f"]
 WRONG = [
+    ("simulate", "runs/grpo", "lengths=two"),
     *(("sft", *ROWS, wrong) for wrong in ("actor.lr=fast", "actor.optimizer=adamx", "trainer.sinks=[jsnol]")),
     ("sft", *ROWS, "trainer.best_metric=test_loss"),
     ("rm", "critic.model_name=m", "data.path=pairs.jsonl", "critic.center_coefficient=-1"),
@@ -227,7 +228,6 @@ MISSING = {
     ("eval", "m", "reward=my.py:f"): "missing: data.path=FILE, the prompts",
     ("generate", "/nowhere/m", "hello"): "model '/nowhere/m': no such folder",
     ("serve", "/nowhere/m"): "model '/nowhere/m': no such folder",
-    ("simulate", "runs/grpo", "lengths=two"): "lengths=two: expected a factor such as 2x",
     ("plan", "model_name=/nowhere/m", "num_devices=1"): "model '/nowhere/m': no such folder",
 }
 PROGRAM = """
