@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 import rlite
 from rlite import cli, config
@@ -19,6 +22,7 @@ from rlite.assembly.proof import audit as auditing
 from rlite.assembly.proof import replay as replaying
 from rlite.assembly.proof.bundle import unpack, without_secrets
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
+from rlite.assembly.proof.trainers import _literal
 from rlite.errors import ConfigError, DataError
 from rlite.services.record.chain import read_chain
 from tests.mixtures import build_mixture_dir
@@ -308,3 +312,50 @@ def test_a_run_of_two_ranks_is_made_again_in_one_process(kind: str, tmp_path: Pa
     assert weights[0].difference <= 1e-6
     own_layout = replayed(run, 20, layout="own")
     assert {step.verdict for step in own_layout.steps} == {"equal"}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_kept"),
+    [
+        ("${oc.env:PLANTED}", True),
+        (r"\\${oc.env:PLANTED}", False),
+        (r"\${a} ${oc.env:PLANTED}", False),
+        ("${b.${oc.env:PLANTED}}", True),
+    ],
+)
+def test_options_of_a_run_read_nothing_from_the_environment(
+    text: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED", "planted-value")
+    found = OmegaConf.to_container(
+        OmegaConf.create(_literal({"text": text, "b": "other", "same": "${b}"})), resolve=True
+    )
+    assert isinstance(found, dict)
+    assert "planted-value" not in found["text"]
+    assert found["same"] == "other"
+    assert not is_kept or found["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("group", "own", "told"),
+    [
+        ("train_data", {"map": "EVIL:run"}, r"train_data\.map=.*evil\.py:run"),
+        ("train_data", {"path": None, "mixture": {"a": {"path": "p", "map": "EVIL:run"}}}, r"train_data\.map=.*evil"),
+        ("reward", {"path": "EVIL:run"}, r"reward\.path=.*evil\.py:run"),
+        ("reward", {"path": "os:system"}, r"reward\.path=os:system"),
+        ("reward", {"path": None, "judge": {"url": "http://127.0.0.1:9", "key_env": "HOME"}}, "a judge gives it"),
+    ],
+)
+def test_an_audit_runs_the_named_file_and_nothing_else_of_the_run(
+    group: str, own: dict[str, Any], told: str, grpo: Path, tmp_path: Path
+) -> None:
+    run, evil = tmp_path / "run", tmp_path / "evil.py"
+    shutil.copytree(grpo, run)
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef run(row):\n    return row\n")
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    place = saved[group] if "path" in saved[group] or group != "reward" else saved[group].popitem()[1]
+    saved[group] = place | json.loads(json.dumps(own).replace("EVIL", str(evil)))
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    findings = auditing.audit(AuditConfig(run=str(run), code=str(grpo.parent / "score.py"), replay="none"))
+    assert any(re.search(f"rewards are not computed again: .*{told}", note) for note in findings.notes), findings.notes
+    assert not (tmp_path / "ran").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite.assembly.proof.trainers import RunOfTrainer
+from rlite.assembly.proof.trainers import RunOfTrainer, check_named
 from rlite.assembly.supervised import read_tokens
 from rlite.data.chat.template import CLOCK
 from rlite.data.routing import ROUTED
@@ -208,11 +208,7 @@ class Source:
         if not data.path and not data.mixture:
             raise ConfigError(f"{self.folder}: the rows were objects of a program, and no file has them")
         for path in filter(None, [data.map, *(each.map for each in data.mixture.values())]):
-            file = Path(path.rpartition(":")[0]).expanduser().resolve()
-            if self._code is None or file != Path(self._code).expanduser().resolve():
-                raise ConfigError(
-                    f"data.map={path}: the rows pass through this function; name its file: --code FILE.py"
-                )
+            check_named(f"data.map={path}", path, self._code)
         facts = verify(self._checkpoints[step]) if step else {}
         config_time = datetime.fromtimestamp((self.folder / "config.yaml").stat().st_mtime)
         started = datetime.fromisoformat(facts[STARTED]) if STARTED in facts else config_time

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -133,20 +134,40 @@ class RunOfTrainer(NamedTuple):
         """Return the options of the run as they were, with rewards whose functions are all in the user's file.
 
         Raises:
-            ConfigError: a reward is in another file, or the options cannot be used.
+            ConfigError: a reward, or the function that maps rows, is elsewhere, or the options cannot be used.
         """
-        named = Path(code).expanduser().resolve()
         for name, own in self._rewards():
-            path = str(own.get("path") or "") if isinstance(own, dict) else ""
-            if ".py:" in path and Path(path.rpartition(":")[0]).expanduser().resolve() != named:
-                raise ConfigError(f"reward {name or path}: its function is in {path}, and --code names {code}")
+            if not isinstance(own, dict) or not own.get("path"):
+                raise ConfigError(f"reward {name}: a model or a judge gives it, which an audit does not ask")
+            if ":" in str(own["path"]):  # else the name of a reward that the user's file registers
+                check_named(f"reward.path={own['path']}", str(own["path"]), code)
+        rows = self.saved["train_data"]
+        for each in [rows, *(rows.get("mixture") or {}).values()]:
+            if each.get("map"):
+                check_named(f"train_data.map={each['map']}", str(each["map"]), code)
         tree = {key: value for key, value in self.saved.items() if key not in ("imports", "test_data")}
+        tree["imports"] = [code]
         trainer = {**tree["trainer"], **NO_OBSERVERS}
-        return config.load(_options_class(self.entry), [], given=_literal({**tree, "trainer": trainer}))
+        rollout = {**tree["rollout"], **ROLLOUTS}
+        return config.load(
+            _options_class(self.entry), [], given=_literal({**tree, "trainer": trainer, "rollout": rollout})
+        )
 
     def _rewards(self) -> list[tuple[str, Any]]:
         reward = self.saved.get("reward") or {}
         return [("", reward)] if "path" in reward else list(reward.items())
+
+
+def check_named(option: str, function: str, code: str | None) -> None:
+    """Check that a function which a run names is in the file that the user names: no other code runs.
+
+    Raises:
+        ConfigError: it is elsewhere.
+    """
+    file, _, _ = function.rpartition(":")
+    if code is None or Path(file).expanduser().resolve() != Path(code).expanduser().resolve():
+        named = "" if code is None else f", and --code names {code}"
+        raise ConfigError(f"{option}: this function of the run is needed{named}; name its file: --code FILE.py")
 
 
 RECORDED = "recorded"
@@ -172,12 +193,17 @@ def _fits(entry: TrainerEntry, saved: Mapping[str, Any]) -> bool:
 
 
 def _literal(tree: Any) -> Any:
-    """Return a tree whose texts are no interpolations: what a run has read from its environment is not read again."""
+    """Return a tree whose texts read nothing from the environment; references to other options stay.
+
+    An interpolation after an even number of backslashes would be resolved.
+    """
     if isinstance(tree, Mapping):
         return {key: _literal(value) for key, value in tree.items()}
     if isinstance(tree, list):
         return [_literal(value) for value in tree]
-    return tree.replace("${", r"\${") if isinstance(tree, str) and r"\${" not in tree else tree
+    if not isinstance(tree, str) or re.fullmatch(r"\$\{[\w.]+\}", tree):
+        return tree
+    return re.sub(r"(?<!\\)(\\*)\$\{", lambda found: found[0] if len(found[1]) % 2 else f"\\{found[0]}", tree)
 
 
 class RecordedWorkflow(RolloutWorkflow):
