@@ -8,6 +8,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from omegaconf import OmegaConf
 import rlite
 from rlite import cli, config
 from rlite.assembly.proof import audit as auditing
+from rlite.assembly.proof import bundle as bundles
 from rlite.assembly.proof import replay as replaying
 from rlite.assembly.proof.bundle import unpack, without_secrets
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
 from rlite.assembly.proof.trainers import _literal
-from rlite.errors import ConfigError, DataError
+from rlite.errors import CheckpointError, ConfigError, DataError
+from rlite.services.record.batches import read_batch
 from rlite.services.record.chain import read_chain
 from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
@@ -141,8 +144,12 @@ def test_a_bundle_is_opened_without_the_run(grpo: Path, tmp_path: Path, capsys: 
 
 
 def test_a_bundle_without_data_has_no_tokens_and_no_prompts(grpo: Path, tmp_path: Path) -> None:
-    bundle = tmp_path / "step.zip"
-    replaying.main([str(grpo), "--step", "5", "--bundle", str(bundle)])
+    bundle, run = tmp_path / "step.zip", tmp_path / "run"
+    shutil.copytree(grpo, run)
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["train_data"]["system_prompt"] = "the +3= prompt"
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    replaying.main([str(run), "--step", "5", "--bundle", str(bundle)])
     with zipfile.ZipFile(bundle) as file:
         content = b"".join(file.read(name) for name in file.namelist())
         assert not any(name.startswith(("batches/", "state/", "models/")) for name in file.namelist())
@@ -180,6 +187,85 @@ def test_a_hostile_bundle_is_refused_before_anything_is_written_beside_it(conten
     assert not any(inside.iterdir())
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"big": bytes(64 << 20)},
+        {"bundle.json": b"[1]", "config.yaml": b"trainer: {}"},
+        {"bundle.json": b"[" * 10**5, "config.yaml": b"trainer: {}"},
+        {"bundle.json": b'{"format": 2}', "config.yaml": b"trainer: {}"},
+        {"config.yaml": b"trainer: {}"},
+        {"config.yaml": b"{}"},
+    ],
+)
+def test_a_hostile_bundle_is_refused_with_one_message(
+    entries: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundles, "FREE", 1 << 20)
+    with zipfile.ZipFile(tmp_path / "bundle.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in entries.items():
+            file.writestr(name, content)
+    with pytest.raises((DataError, ConfigError), match=r"bundle|no config of a run"):
+        replaying.main([str(tmp_path / "bundle.zip")])
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_bundle_is_refused_wherever_the_damage_is(method: int, tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as file:
+        file.writestr("config.yaml", bytes(range(256)))
+    whole, bundle = stream.getvalue(), tmp_path / "bundle.zip"
+    for place in range(0, len(whole), 3):
+        bundle.write_bytes(whole[:place] + bytes([whole[place] ^ 0xA5]) + whole[place + 1 :])
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        with suppress(DataError):
+            unpack(bundle, folder)
+
+
+def test_a_bundle_has_no_file_that_a_hostile_run_points_to(grpo: Path, tmp_path: Path) -> None:
+    run, private = tmp_path / "run", tmp_path / "private"
+    shutil.copytree(grpo, run)
+    private.mkdir()
+    (private / "config.json").write_text('{"auths": "planted"}')
+    arguments = [str(run), "--step", "5", "--bundle", str(tmp_path / "step.zip"), "--with-data", "--with-weights"]
+    (run / "state" / "step-3-beside").symlink_to(private)
+    with pytest.raises(DataError, match="a link that leads out"):
+        replaying.main(arguments)
+    (run / "state" / "step-3-beside").unlink()
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["ref_actor"] = {"model_name": str(private)}
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    with pytest.raises(CheckpointError, match="private"):
+        replaying.main(arguments)
+    assert not list(tmp_path.glob("*.zip*"))
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_weights_of_another_run_are_refused(grpo: Path, tmp_path: Path) -> None:
+    run, bundle = tmp_path / "run", tmp_path / "step.zip"
+    replaying.main([str(grpo), "--step", "5", "--bundle", str(bundle), "--with-data"])
+    shutil.copytree(grpo, run)
+    manifest = run / "state" / "step-3" / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    with pytest.raises(ConfigError, match=r"its state/step-3/manifest\.json is not that of the run"):
+        replaying.main([str(bundle), f"weights={run}"])
+
+
+def test_other_versions_are_named_before_the_replay_goes_on(grpo: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(grpo, run)
+    lines = [json.loads(line) for line in (run / "chain.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.get("versions", {}).update({"torch": "0.1"})
+    (run / "chain.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match=r"torch 0\.1 there, .* here\)\. any_versions=true"):
+        replaying.main([str(run), "--step", "4"])
+    result = replayed(run, 4, any_versions=True)
+    assert [step.verdict for step in result.steps] == ["equal"]
+    assert any("torch 0.1 there" in note for note in result.notes)
+
+
 def test_a_bundle_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "planted-secret-1")
     tree = {
@@ -187,7 +273,11 @@ def test_a_bundle_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         "texts": ["the key is planted-secret-1", "plain"],
         "data": {"end_token": "keep"},
     }
+    tree |= {"headers": {"Authorization": ["planted-4"], "password": {"of": "planted-5"}, "hf_token": 7_654_321}}
+    tree |= {"path": "s3://bucket/x?signature=planted-6", "note": "hf_plantedplantedplanted", "num_valid_tokens": 3}
     clean = without_secrets(tree)
+    assert "7654321" not in json.dumps(clean)
+    assert clean["num_valid_tokens"] == 3
     assert "planted" not in json.dumps(clean)
     assert clean["data"] == {"end_token": "keep"}
     assert clean["texts"][1] == "plain"
@@ -283,6 +373,57 @@ def test_the_commands_of_the_page_work(grpo: Path, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr("sys.argv", given)
         cli.main()
     assert json.loads(Path("runs/grpo/audit.json").read_text())["passed"]
+
+
+def damage(rows: list[dict[str, Any]], **change: Any) -> None:
+    others = dict(rows[4]["others"])
+    rows[4]["others"] = [*(others | {"rewards": others["rewards"] | change}).items()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [-1, -1]},
+        {"shape": [2**40, 2**40, 0]},
+        {"shape": [None]},
+        {"dtype": "object"},
+        {"dtype": "float64"},
+        {"data": b""},
+        {"data": None},
+    ],
+)
+def test_a_damaged_value_is_named_by_replay_and_audit(change: dict[str, Any], grpo: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(grpo, run)
+    edit(run / "record" / "train-00000004.tokens.parquet", lambda rows: damage(rows, **change))
+    with pytest.raises(DataError, match=r"step 4.*damaged"):
+        read_batch(run, 4)
+    found = found_in(run, replay="none")
+    assert any("step 4: it cannot be checked" in each for each in found), found
+
+
+def test_an_audit_names_what_a_hostile_chain_holds(grpo: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(grpo, run)
+    (run / "metrics.jsonl").unlink()
+    odd = {
+        "record": {"/etc/passwd": "x", "../../a": "x", "a\0b": "x"},
+        "code": {"a\0b.py": 1},
+        "metrics": {"bytes": "9"},
+    }
+    with (run / "chain.jsonl").open("a") as file:
+        file.writelines(
+            f"{json.dumps(link)}\n" for link in (odd, odd | {"previous": ""}, [], {"previous": 3, "record": [1]})
+        )
+    found = found_in(run, replay="none")
+    assert any("metrics.jsonl: a line was changed, added or removed" in each for each in found)
+    assert sum("leads out" in each for each in found) == 3
+    assert sum("chain.jsonl line" in each for each in found) >= 4
+
+
+def test_a_step_that_the_run_never_made_is_named(grpo: Path) -> None:
+    with pytest.raises(ConfigError, match="step 7: the run has 6 steps"):
+        replaying.main([str(grpo), "--step", "7"])
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:

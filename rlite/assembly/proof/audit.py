@@ -58,9 +58,12 @@ def main(argv: Sequence[str]) -> None:
     """Audit a run, show the result, and write it to `audit.json`.
 
     Raises:
+        ConfigError: there is no folder of a run.
         DataError: something contradicts what the rest implies.
     """
     options = config.load(AuditConfig, AuditConfig.arguments(list(argv)))
+    if not Path(options.run).expanduser().is_dir():
+        raise ConfigError(f"{options.run}: an audit needs the folder of the run; `rlite replay` opens a bundle")
     findings = audit(options)
     console = ConsoleReporter()
     console.report("checked", {name: f"{count:,}" for name, count in findings.checked.items()})
@@ -118,9 +121,13 @@ def check_chain(source: Source, chain: Folded | None, findings: Findings) -> Non
     }
     for part, entries in chain.entries.items():
         for name, value in entries.items():
-            found = hash_file(places[part](name))
+            path = places[part](name)
+            if "\0" in name or not files.is_inside(path, folder):
+                expect(False, HASHES, "chain.jsonl", f"it names {name!r}, {files.LEADS_OUT}")
+                continue
+            found = hash_file(path)
             told = "it was removed" if found is None else "its hash is not that of the chain: it was changed"
-            expect(found == value, HASHES, str(places[part](name).relative_to(folder)), told)
+            expect(found == value, HASHES, str(path.relative_to(folder)), told)
     there = {path.name for path in (folder / "record").glob("*.parquet")}
     for name in sorted(there - chain.entries["record"].keys()):
         expect(
@@ -129,10 +136,11 @@ def check_chain(source: Source, chain: Folded | None, findings: Findings) -> Non
     wanted = hash_file(folder / "config.yaml")
     expect(wanted == chain.last_config, HASHES, "config.yaml", "its hash is not that of the chain: it was changed")
     if chain.metrics:
-        size = (folder / "metrics.jsonl").stat().st_size if (folder / "metrics.jsonl").is_file() else 0
-        is_same = metrics_prefix(folder, chain.metrics["bytes"]) == chain.metrics["sha256"]
+        size = (files.stamp(folder / "metrics.jsonl") or (0, 0))[1]
+        known = chain.metrics.get("bytes") if isinstance(chain.metrics.get("bytes"), int) else 0
+        is_same = metrics_prefix(folder, known) == chain.metrics.get("sha256")
         expect(is_same, HASHES, "metrics.jsonl", "a line was changed, added or removed: its hash is not the chain's")
-        is_longer = chain.last.get("kind") == "end" and size > chain.metrics["bytes"]
+        is_longer = chain.last.get("kind") == "end" and size > known
         expect(not is_longer, HASHES, "metrics.jsonl", "lines were added after the end of the run")
     for kind in ("code", "data"):
         for name, value in chain.first.get(kind, {}).items():
@@ -180,9 +188,10 @@ class RlAudit:
             rows = self._reader.rollouts(TRAIN, step)
             if logged and step > logged[-1] and not any(row["status"] in IN_BATCH for row in rows):
                 continue  # what was under way when the run ended
-            checks.rows(step, rows)
-            self._tokens(step, rows, sequences)
-            self._step(step, rows)
+            with self._findings.checking(FILES, f"record, step {step}"):
+                checks.rows(step, rows)
+                self._tokens(step, rows, sequences)
+                self._step(step, rows)
         missing = [step for step in logged if step not in steps]
         if not read_gaps(self._source.folder):
             for step in missing:
@@ -364,23 +373,19 @@ def check_evaluations(source: Source, findings: Findings, texts: TokenTexts | No
             continue
         own = name.removeprefix("eval.")
         for step in sorted(set(reader.table(name)["step"].to_pylist())):
-            rows = reader.rollouts(name, step)
-            samples = [Sample.of_row({**row, "item": str(row["group"])}) for row in rows]
-            line = source.evaluated(step)
-            for row in rows:
-                checks.tokens(row, reader.tokens(name, step, (row["group"], row["sample"])))
-                is_one = row["version_min"] in (None, step) and row["version_max"] in (None, step)
-                place = f"{own}: {place_of(row)}"
-                findings.expect(is_one, EVALUATIONS, place, f"tokens of other policy versions than {step}")
-            try:
+            rows, line = reader.rollouts(name, step), source.evaluated(step)
+            with findings.checking(EVALUATIONS, f"record, evaluation {own} after step {step}"):
+                for row in rows:
+                    checks.tokens(row, reader.tokens(name, step, (row["group"], row["sample"])))
+                    is_one = row["version_min"] in (None, step) and row["version_max"] in (None, step)
+                    place = f"{own}: {place_of(row)}"
+                    findings.expect(is_one, EVALUATIONS, place, f"tokens of other policy versions than {step}")
+                samples = [Sample.of_row({**row, "item": str(row["group"])}) for row in rows]
                 found = summary(samples, source.samples_of(own))
-            except DataError as error:
-                findings.expect(False, EVALUATIONS, f"record, evaluation {own} after step {step}", str(error))
-                continue
-            for key, value in prefixed("" if own == "test" else own, found).items():
-                if key in line and (has_chain or "standard_error" not in key):
-                    place = f"metrics.jsonl, evaluation {own} after step {step}"
-                    findings.expect_near(compare_numbers(key, line[key], value), EVALUATIONS, place)
+                for key, value in prefixed("" if own == "test" else own, found).items():
+                    if key in line and (has_chain or "standard_error" not in key):
+                        place = f"metrics.jsonl, evaluation {own} after step {step}"
+                        findings.expect_near(compare_numbers(key, line[key], value), EVALUATIONS, place)
     for name, text in reader.problems.items():
         findings.expect(False, FILES, f"record/{name}", text)
 

@@ -11,52 +11,78 @@ models/GROUP/...            the model's config, tokenizer and weights           
 
 from __future__ import annotations
 
-import hashlib
 import json
+import lzma
 import os
 import re
 import shutil
 import stat
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 from safetensors.torch import save
 
+from rlite import files
 from rlite.assembly.proof.chained import versions
 from rlite.assembly.proof.options import ReplayConfig
-from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, Source, columns_of
+from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, BundleFacts, Source, columns_of
 from rlite.errors import ConfigError, DataError, writing
-from rlite.nn.pretrained import local_checkpoint
+from rlite.nn.pretrained import load_config, local_checkpoint
 from rlite.runtime.storage.atomic import MANIFEST
-from rlite.services.record.files import TRAIN
+from rlite.services.record.chain import hash_file, hash_files, read_chain
+from rlite.services.record.files import TRAIN, record_files
 from rlite.services.record.reader import RecordReader
+from rlite.trainer.run.folder import CHAIN
 
-FORMAT = 1
-MAX_FILES, MAX_BYTES = 10_000, 256 << 30
-"""files of a bundle, and their bytes together"""
-SECRET = re.compile(r"(?i)(api_?key|secret|password|passwd|credential|auth_token|access_token|bearer)")
+MAX_FILES, MAX_BYTES, MAX_RATIO = 10_000, 256 << 30, 200
+"""files of a bundle, their bytes together, and how many bytes a byte of the zip may become beyond the first GiB"""
+FREE = 1 << 30
+"""bytes of a disk that unpacking leaves free"""
+_KEYS = (
+    *("secret", "passw", "passphrase", "credential", "bearer", "authorization", "cookie", "^token$", "^dsn$"),
+    *(r"(api|access|private|signing|ssh|encryption)_?key", r"(^|[_-])(auth|access|api|refresh|session|hf|hub)_?token$"),
+)
+SECRET = re.compile("|".join(_KEYS), re.IGNORECASE)
 """keys whose values no bundle has"""
+VALUES = re.compile(
+    r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abpr]-|AKIA|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+"""values that look like tokens of well-known services"""
+PROMPTS = ("system_prompt", "rubric", "env_config", "chat_template_options")
+"""keys whose values may be prompts, which a bundle without data does not have"""
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 REMOVED = "(removed)"
 
 
 def without_secrets(tree: Any, key: str = "") -> Any:
     """Return options without values that are, or look like, secrets: by their keys, and by the environment."""
+    if SECRET.search(key) and tree not in (None, "", {}, []):
+        return REMOVED
     if isinstance(tree, Mapping):
         return {name: without_secrets(value, str(name)) for name, value in tree.items()}
     if isinstance(tree, list):
-        return [without_secrets(value, key) for value in tree]
+        return [without_secrets(value) for value in tree]
     if not isinstance(tree, str):
         return tree
     secrets = [value for name, value in os.environ.items() if SECRET.search(name) or name.endswith(("_KEY", "_TOKEN"))]
-    if SECRET.search(key) or any(len(value) >= 8 and value in tree for value in secrets):
+    if VALUES.search(tree) or any(len(value) >= 8 and value in tree for value in secrets):
         return REMOVED
-    return re.sub(r"(?<=://)[^/@\s]+@", f"{REMOVED}@", tree)
+    without_user = re.sub(r"(?<=://)[^/@\s]+@", f"{REMOVED}@", tree)
+    return re.sub(r"(://[^\s?]*)\?\S+", rf"\1?{REMOVED}", without_user)
+
+
+def without_prompts(tree: Any, key: str = "") -> Any:
+    """Return options without texts that are a part of prompts."""
+    if isinstance(tree, Mapping):
+        return {} if key in PROMPTS else {name: without_prompts(value, str(name)) for name, value in tree.items()}
+    return REMOVED if key in PROMPTS and tree else tree
 
 
 def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -> dict[str, str]:
@@ -85,34 +111,53 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
     steps = range(first, step + 1)
     partial = path.with_name(f".{path.name}.partial")
     tree = without_secrets(source.run.saved)
-    facts: dict[str, Any] = {"format": FORMAT, "step": step, "trainer": source.run.name, "versions": versions()}
-    facts |= {"total_steps": source.total_steps(own), "complete": {n: source.is_complete(n) for n in steps}}
-    facts |= {"has_data": options.with_data, "has_weights": options.with_weights, "checkpoints": {}}
-    with writing(path), zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
-        for number in steps if options.with_data else ():
-            columns = {key: value.contiguous() for key, value in columns_of(source.batch(number, own)).items()}
-            columns |= {f"{MADE}{key}": value.contiguous() for key, value in source.made(number).items()}
-            file.writestr(f"{BATCHES}/{number}.safetensors", save(columns))
-        for checkpoint in filter(None, [source.checkpoint_before(step), _after(source, step)]):
-            facts["checkpoints"][checkpoint.name] = hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
-            if options.with_weights:
+    tree = tree if options.with_data else without_prompts(tree)
+    checkpoints = [each for each in (source.checkpoint_before(step), _after(source, step)) if each is not None]
+    try:
+        with writing(path), zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
+            for number in steps if options.with_data else ():
+                columns = {key: value.contiguous() for key, value in columns_of(source.batch(number, own)).items()}
+                columns |= {f"{MADE}{key}": value.contiguous() for key, value in source.made(number).items()}
+                file.writestr(f"{BATCHES}/{number}.safetensors", save(columns))
+            for checkpoint in checkpoints if options.with_weights else ():
                 for folder in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}-*")):
-                    _add(file, folder, f"state/{folder.name}", ("*",))
-        if options.with_weights:
-            for group, model in _models(source.run.saved).items():
+                    _add(file, folder, f"state/{folder.name}", ("*",), inside=checkpoint.parent)
+            for group, model in (_models(source.run.saved) if options.with_weights else {}).items():
+                load_config(model)  # raises unless it is a model: the options of a run may name any folder
                 _add(file, local_checkpoint(model), f"models/{group}", MODEL_FILES)
                 tree[group]["model_name"] = f"models/{group}"
-        file.writestr("config.yaml", yaml.safe_dump(tree))
-        lines = [json.dumps(source.metrics(number)) for number in steps if source.metrics(number)]
-        file.writestr("metrics.jsonl", "".join(f"{line}\n" for line in lines))
-        if source.run.is_rl:
-            file.writestr("rows.jsonl", "".join(_rows(source.folder, steps)))
-        facts["hashes"] = {each.filename: f"{each.CRC:08x}" for each in file.infolist()}
-        file.writestr(BUNDLE, json.dumps(facts, indent=2))
-    partial.replace(path)
-    data = "its tokens" if options.with_data else "no tokens (--with-data): it cannot be replayed"
+            file.writestr("config.yaml", yaml.safe_dump(tree))
+            lines = [json.dumps(source.metrics(number)) for number in steps if source.metrics(number)]
+            file.writestr("metrics.jsonl", "".join(f"{line}\n" for line in lines))
+            if source.run.is_rl:
+                file.writestr("rows.jsonl", "".join(_rows(source.folder, steps)))
+            facts = BundleFacts(
+                format=1,
+                step=step,
+                trainer=source.run.name,
+                versions=versions(),
+                total_steps=source.total_steps(own),
+                complete={number: source.is_complete(number) for number in steps},
+                has_data=options.with_data,
+                has_weights=options.with_weights,
+                hashes=hash_files(_named(source.folder, steps, checkpoints)),
+            )
+            file.writestr(BUNDLE, json.dumps(asdict(facts), indent=2))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    data = "its tokens" if options.with_data else "no tokens, no system prompts (--with-data): it cannot be replayed"
     weights = "checkpoint and model" if options.with_weights else "no weights (--with-weights): name a run, weights=RUN"
     return {"file": f"{path}, {path.stat().st_size / 1e6:.1f} MB", "has": f"{data}; {weights}"}
+
+
+def _named(folder: Path, steps: range, checkpoints: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a run whose hashes a bundle has, by their names in the run's folder."""
+    yield from ((name, folder / name) for name in ("config.yaml", CHAIN))
+    yield from ((f"state/{path.name}/{MANIFEST}", path / MANIFEST) for path in checkpoints)
+    for file in record_files(folder):
+        if file.source == TRAIN and file.first <= steps[-1] and steps[0] <= file.last:
+            yield f"record/{file.path.name}", file.path
 
 
 def _after(source: Source, step: int) -> Path | None:
@@ -125,8 +170,15 @@ def _models(saved: Mapping[str, Any]) -> dict[str, str]:
     return {group: str(own["model_name"]) for group, own in groups.items()}
 
 
-def _add(file: zipfile.ZipFile, folder: Path, name: str, patterns: tuple[str, ...]) -> None:
+def _add(file: zipfile.ZipFile, folder: Path, name: str, patterns: tuple[str, ...], inside: Path | None = None) -> None:
+    """Add files of a folder.
+
+    Raises:
+        DataError: a file lies elsewhere: a run's folder from anyone could name any file by a link.
+    """
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
+        if inside is not None and not files.is_inside(path, inside):
+            raise DataError(f"{path}: {files.LEADS_OUT}, and no bundle has its target")
         file.write(path, f"{name}/{path.name}", zipfile.ZIP_STORED)
 
 
@@ -156,24 +208,47 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
     path = Path(options.run).expanduser()
     weights = None if options.weights is None else Path(options.weights).expanduser()
     if path.is_dir():
-        yield Source(path, weights, options.code)
+        source, chain = Source(path, weights, options.code), read_chain(path)
+        if chain is None:
+            source.notes.append("the versions that made the run are not known: it has no chain.jsonl")
+        else:
+            check_versions(source, str(path), chain.last_versions, options.any_versions)
+        yield source
         return
     if not path.is_file():
         raise ConfigError(f"{options.run}: expected the folder of a run, or a bundle")
     with tempfile.TemporaryDirectory(prefix="rlite-bundle-") as folder:
         unpack(path, Path(folder))
         source = Source(Path(folder), weights, options.code)
-        if source.bundle is None or source.bundle.get("format") != FORMAT:
-            raise DataError(f"{path}: no bundle of rlite, or of a later version")
+        if source.bundle is None:
+            raise DataError(f"{path}: no bundle of rlite: it has no {BUNDLE}")
         _place_models(source, Path(folder))
-        there, here = source.bundle["versions"], versions()
-        odd = [f"{name} {there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]]
-        if odd and not options.any_versions:
-            raise ConfigError(f"{path}: made with other versions ({'; '.join(odd)}). any_versions=true goes on")
-        source.notes += [f"other versions: {text}" for text in odd]
-        if not source.bundle["has_weights"] and weights is None:
+        check_versions(source, str(path), source.bundle.versions, options.any_versions)
+        if not source.bundle.has_weights and weights is None:
             raise ConfigError(f"{path}: it has no weights; name the folder of the run: weights=RUN")
+        for name, wanted in source.bundle.hashes.items() if weights is not None else ():
+            if name.startswith("state/") and name.endswith(MANIFEST) and hash_file(weights / name) != wanted:
+                raise ConfigError(f"weights={weights}: its {name} is not that of the run that the bundle is from")
         yield source
+
+
+def check_versions(source: Source, path: str, there: Mapping[str, Any], is_any_fine: bool) -> None:
+    """Compare versions of packages; what differs is a note of the source if that is fine.
+
+    Args:
+        source: the run.
+        path: its path, for the message.
+        there: the versions that made it, by package.
+        is_any_fine: go on in any case.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    here = versions()
+    odd = [f"{name} {there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]]
+    if odd and not is_any_fine:
+        raise ConfigError(f"{path}: made with other versions ({'; '.join(odd)}). any_versions=true goes on")
+    source.notes += [f"other versions: {text}" for text in odd]
 
 
 def _place_models(source: Source, folder: Path) -> None:
@@ -195,8 +270,9 @@ def unpack(path: Path, folder: Path) -> None:
     try:
         with zipfile.ZipFile(path) as file:
             entries = file.infolist()
-            size = sum(entry.file_size for entry in entries)
-            if len(entries) > MAX_FILES or size > min(MAX_BYTES, shutil.disk_usage(folder).free):
+            size, free = sum(entry.file_size for entry in entries), shutil.disk_usage(folder).free - FREE
+            most = min(MAX_BYTES, FREE + MAX_RATIO * path.stat().st_size, free)
+            if len(entries) > MAX_FILES or size > most:
                 raise DataError(f"{path}: {len(entries)} files of {size / 1e9:.1f} GB: too many, or no room for them")
             for entry in entries:
                 parts = PurePosixPath(entry.filename).parts
@@ -209,5 +285,5 @@ def unpack(path: Path, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with file.open(entry) as packed, target.open("xb") as unpacked:
                     shutil.copyfileobj(packed, unpacked)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, RuntimeError, ValueError) as error:
         raise DataError(f"{path}: cannot be unpacked: {error}") from error

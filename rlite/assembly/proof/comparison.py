@@ -122,11 +122,11 @@ def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
     reader = JsonReader(path)
     with naming(path / "metadata.json"):
         entries = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, contents.TensorStorageMetadata)
-    }
+        tensors: dict[str, Any] = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, contents.TensorStorageMetadata)
+        }
     try:
         with warnings.catch_warnings():  # of what is intended: one process reads
             warnings.simplefilter("ignore", UserWarning)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlite.assembly.proof.comparison import Comparison
+from rlite.errors import RliteError
+from rlite.services.record.batches import DAMAGED
 
 
 class Finding(NamedTuple):
@@ -41,6 +44,18 @@ class Findings:
         self.checked[check] += 1
         if not holds:
             self.found.append(Finding(place, problem() if callable(problem) else problem))
+
+    @contextmanager
+    def checking(self, check: str, place: str) -> Iterator[None]:
+        """Note a contradiction if something cannot be checked: a record from anyone may hold anything.
+
+        Yields:
+            None.
+        """
+        try:
+            yield
+        except (RliteError, *DAMAGED) as error:
+            self.expect(False, check, place, f"it cannot be checked: {type(error).__name__}: {error}")
 
     def expect_near(self, comparison: Comparison, check: str, place: str, is_exact: bool = False) -> None:
         """Count a comparison, and note a contradiction if the two are not equal, or not near."""

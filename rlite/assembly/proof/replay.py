@@ -24,6 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import config, files
+from rlite.algorithms import OnLogprobs
 from rlite.assembly.launch import session_of
 from rlite.assembly.proof.bundle import open_source, write_bundle
 from rlite.assembly.proof.comparison import Comparison, compare, compare_checkpoints, compare_metrics
@@ -112,13 +113,17 @@ def replaying(source: Source, step: int, options: ReplayConfig) -> Iterator[tupl
 
     Yields:
         The trainer, and the result to be filled.
+
+    Raises:
+        ConfigError: the run has fewer steps.
     """
     is_own = options.layout == "own"
     with tempfile.TemporaryDirectory(prefix="rlite-replay-") as scratch:
         own = source.run.options(Path(scratch) / "run", options.code, is_own)
         with session_of(own):
-            first = source.first_step(step)
-            total = source.total_steps(own)
+            first, total = source.first_step(step), source.total_steps(own)
+            if step > total:
+                raise ConfigError(f"step {step}: the run has {total} steps")
             trainer = RecordedSteps(source.run, own, total, source.batch(first, own))
             trainer.begin()
             checkpoint = source.checkpoint_before(step)
@@ -277,7 +282,9 @@ def show_rows(
     part = batch[rows]
     stats = engine.eval_batch(part, loss, loss.weight)
     console.report(f"step {step}, {what}: before the update", {name: f"{value:.6g}" for name, value in stats.items()})
-    logprobs = engine.forward(part, OwnLogprobs(temperature=getattr(loss, "temperature", 1.0)))
+    if not isinstance(loss, OnLogprobs):  # scores of whole rows
+        return
+    logprobs = engine.forward(part, OwnLogprobs(temperature=loss.temperature))
     for number, length in enumerate(sequence_lengths(part)):
         lines = [_token(part, logprobs, number, place) for place in range(length) if part["loss_mask"][number, place]]
         console.report(f"row {int(rows[number])}: token, log-probability, engine's, advantage", lines)

@@ -11,8 +11,9 @@ import numpy as np
 
 from rlite.assembly.proof.findings import Findings
 from rlite.batch import NAMED_REWARD
+from rlite.services.record.batches import read_value
 from rlite.services.record.files import STATUSES
-from rlite.services.record.recorder import TokenTexts, segments_of
+from rlite.services.record.recorder import TokenTexts, as_array, segments_of
 from rlite.trainer.rl.options import PpoConfig
 
 Row = Mapping[str, Any]
@@ -204,9 +205,5 @@ class SequenceChecks:
 
 
 def values_of(sequence: Row) -> dict[str, np.ndarray]:
-    """Return the other keys of a recorded row of a batch; bfloat16 values are left out, as NumPy has none."""
-    found = {}
-    for key, stored in sequence.get("others") or ():
-        if stored["dtype"] != "bfloat16":
-            found[key] = np.frombuffer(stored["data"], dtype=stored["dtype"]).reshape(stored["shape"])
-    return found
+    """Return the other keys of a recorded row of a batch."""
+    return {key: as_array(read_value(key, stored)) for key, stored in sequence.get("others") or ()}

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlite import files
 from rlite.assembly.proof.trainers import RunOfTrainer, check_named
 from rlite.assembly.supervised import read_tokens
+from rlite.config import Count
 from rlite.data.chat.template import CLOCK
 from rlite.data.routing import ROUTED
 from rlite.data.tokens import BatchLoader, StreamLoader
@@ -32,6 +35,30 @@ from rlite.trainer.run.resume import STARTED
 
 BUNDLE, BATCHES, MADE = "bundle.json", "batches", "made."
 """files of a bundle: its facts, and the folder of its batches; beginning of the names of what a step has made"""
+MAX_FACTS = 1 << 20
+"""bytes of a bundle's facts that are read"""
+
+
+@dataclass(frozen=True)
+class BundleFacts:
+    """What a bundle says of itself; `format` is that of its files."""
+
+    format: Literal[1]
+    step: Count
+    trainer: str
+    versions: dict[str, str]
+    """versions of packages that made the bundle"""
+    total_steps: Count
+    """steps of the whole run"""
+    complete: dict[int, bool]
+    """whether each step was trained on everything that was generated for it"""
+    has_data: bool
+    has_weights: bool
+    hashes: dict[str, str]
+    """hashes of files of the run that the bundle was made from, which has more than the bundle"""
+
+
+_FACTS = TypeAdapter(BundleFacts)
 
 
 def columns_of(batch: TensorDict) -> dict[str, Tensor]:
@@ -58,11 +85,20 @@ class Source:
         self._next = 0
 
     @cached_property
-    def bundle(self) -> Mapping[str, Any] | None:
-        """Facts of a bundle; None for a run."""
-        with suppress(FileNotFoundError):
-            return json.loads((self.folder / BUNDLE).read_bytes())
-        return None
+    def bundle(self) -> BundleFacts | None:
+        """Facts of a bundle; None for a run.
+
+        Raises:
+            DataError: they are damaged, or of another version.
+        """
+        try:
+            with files.reading(self.folder / BUNDLE) as file:
+                return _FACTS.validate_json(file.read(MAX_FACTS))
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:3])
+            raise DataError(f"no bundle of this version of rlite: {BUNDLE}: {wrong}") from None
 
     @cached_property
     def _lines(self) -> dict[int, dict[str, float]]:
@@ -95,7 +131,7 @@ class Source:
             DataError: it has logged none.
         """
         if self.bundle is not None:
-            return int(self.bundle["step"])
+            return self.bundle.step
         if not (steps := [step for step in self._lines if step > 0]):
             raise DataError(f"{self.folder}: metrics.jsonl has no step; name one with --step")
         return max(steps)
@@ -136,7 +172,7 @@ class Source:
     def is_complete(self, step: int) -> bool:
         """Return whether a step was trained on everything that was generated for it."""
         if self.bundle is not None:
-            return bool(self.bundle["complete"].get(str(step)))
+            return self.bundle.complete.get(step, False)
         if not self.run.is_rl:
             return True
         if (self.metrics(step) or {}).get("num_filtered"):
@@ -178,7 +214,7 @@ class Source:
     def total_steps(self, options: Any) -> int:
         """Return the number of steps of the whole run."""
         if self.bundle is not None:
-            return int(self.bundle["total_steps"])
+            return self.bundle.total_steps
         return options.trainer.total_steps if self.run.is_rl else self._loader(options, 0).num_batches
 
     def _recorded(self, step: int) -> RecordedBatch:
@@ -192,11 +228,11 @@ class Source:
             raise DataError(f"the bundle has no tokens of step {step}: write it with --with-data to replay it")
         try:
             columns = load_file(path)
-        except SafetensorError as error:
+            made = {name.removeprefix(MADE): value for name, value in columns.items() if name.startswith(MADE)}
+            given = {name: value for name, value in columns.items() if not name.startswith(MADE)}
+            return RecordedBatch(TensorDict(given, batch_size=[len(given["input_ids"])]), made)
+        except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
             raise DataError(f"the bundle's batch of step {step} is damaged: {error}") from error
-        made = {name.removeprefix(MADE): value for name, value in columns.items() if name.startswith(MADE)}
-        given = {name: value for name, value in columns.items() if not name.startswith(MADE)}
-        return RecordedBatch(TensorDict(given, batch_size=[len(given["input_ids"])]), made)
 
     def _loader(self, options: Any, step: int) -> BatchLoader | StreamLoader:
         """Return the loader of a supervised run after a step.

@@ -26,6 +26,7 @@ from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError, RliteError
 from rlite.rollout import RolloutWorkflow
 from rlite.runtime.storage.atomic import FACTS
+from rlite.runtime.storage.sharded import naming
 from rlite.trainer.model.options import frozen_build_options
 from rlite.trainer.options import LaunchOptions
 from rlite.trainer.rl.options import PpoConfig
@@ -89,6 +90,9 @@ class RunOfTrainer(NamedTuple):
             saved = read_saved(folder / "config.yaml")
         except FileNotFoundError:
             raise ConfigError(f"{folder}: there is no config.yaml: expected the folder of a run") from None
+        groups = ("trainer", *(["rollout", "train_data", "actor"] if "rollout" in saved else []))
+        if not all(isinstance(saved.get(name), dict) for name in groups):
+            raise ConfigError(f"{folder}: its config.yaml is no config of a run: it needs {', '.join(groups)}")
         fitting = [name for name, entry in TRAINERS.items() if _fits(entry, saved)]
         if not fitting:
             raise ConfigError(f"{folder}: its config.yaml is of none of the trainers {', '.join(TRAINERS)}")
@@ -281,9 +285,10 @@ class RecordedSteps:
             if name:
                 engine.load_state(checkpoint.with_name(f"{checkpoint.name}-{name}"))
         facts = self.engines[""].load_state(checkpoint)
-        if self._is_rl:
-            self.trainer.kl.load_state_dict(facts.get("kl", {}))
-        self.trainer.run.step = int(facts["step"])
+        with naming(checkpoint / FACTS):
+            if self._is_rl:
+                self.trainer.kl.load_state_dict(facts.get("kl", {}))
+            self.trainer.run.step = int(facts["step"])
         return self.trainer.run.step
 
     def step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
@@ -329,9 +334,9 @@ def _without_sync(kind: Any) -> Any:
 
 
 def _rows_like(batch: TensorDict, num_items: int) -> TokenRows:
-    """Return as many items as a run had, each of which is the first item of a batch: nobody reads them."""
+    """Return as many items as a run had, each the beginning of the first item of a batch: nobody reads them."""
     per_item = 2 if "pair_ids" in batch else 1
-    lengths = batch["attention_mask"][:per_item].sum(-1)
+    lengths = batch["attention_mask"][:per_item].sum(-1).clamp(max=2)
     ids = torch.cat([row[:length] for row, length in zip(batch["input_ids"], lengths[:per_item], strict=False)])
     starts = np.concatenate([[0], lengths.numpy().cumsum()])
     known = ("input_ids", "attention_mask", "loss_mask")
@@ -346,5 +351,5 @@ def _rows_like(batch: TensorDict, num_items: int) -> TokenRows:
             for key, value in batch.items()
             if key not in known
         },
-        tally=Tally(num_read=num_items, max_length=int(lengths.max()), num_kept=num_items),
+        tally=Tally(num_read=num_items, max_length=batch["input_ids"].shape[1], num_kept=num_items),
     )

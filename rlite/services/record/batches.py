@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rlite.batch import KEYS
+from rlite.data.packs import check_batch
 from rlite.errors import DataError
 from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader
@@ -24,6 +25,8 @@ MADE = frozenset(key.name for key in KEYS.values() if key.writer in ("reference"
 DTYPES = {name: getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "int32", "int64")}
 DTYPES |= {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 """types of recorded values by name"""
+DAMAGED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError)
+"""errors of code that reads a damaged record"""
 RECORD_ALL = "trainer.record=all records every step so; the default, sample, the steps 1, 11, 21, ... alone"
 
 
@@ -64,7 +67,10 @@ def read_batch(folder: Path, step: int) -> RecordedBatch:
     found.sort(key=lambda row: row["row"])
     if [row["row"] for row in found] != list(range(len(found))):
         raise DataError(f"{where}: the record has {len(found)} rows of its batch, and they are not numbered from 0")
-    return rebuilt(found)
+    try:
+        return rebuilt(found)
+    except DAMAGED as error:
+        raise DataError(f"{where}: its record is damaged: {error}") from error
 
 
 def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:
@@ -78,12 +84,15 @@ def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:
     columns["attention_mask"] = torch.arange(columns["input_ids"].shape[1]) < lengths[:, None]
     others = [dict(row["others"]) for row in rows]
     for key in others[0]:
-        columns[key] = _padded(key, [_value(key, row.get(key)) for row in others])
+        if key in columns:
+            raise DataError(f"the record has {key} twice")
+        columns[key] = _padded(key, [read_value(key, row.get(key)) for row in others])
     made = {key: columns.pop(key) for key in [*columns] if key in MADE}
     for name in ("advantages", "trainer_logprobs", "entropy"):
         length = columns["input_ids"].shape[1]
         values = [np.full(length, np.nan) if row[name] is None else np.asarray(row[name]) for row in rows]
         made[name] = _padded(name, [torch.tensor(value, dtype=torch.float32) for value in values])
+    check_batch(columns)
     return RecordedBatch(TensorDict(columns, batch_size=[len(rows)]), made)
 
 
@@ -91,8 +100,12 @@ def _column(key: str, values: Sequence[Any]) -> Tensor:
     return torch.tensor(values, dtype=DTYPES[KEYS[key].dtype])
 
 
-def _value(key: str, stored: Mapping[str, Any] | None) -> Tensor:
+def read_value(key: str, stored: Mapping[str, Any] | None) -> Tensor:
     """Return a stored value.
+
+    Args:
+        key: its key.
+        stored: a value of OTHERS; None if a row lacks it.
 
     Raises:
         DataError: its bytes are not what its type and shape say.

@@ -48,7 +48,7 @@ def hash_file(path: Path) -> str | None:
                 while left and (block := stream.read(min(BLOCK, left))):
                     digest.update(block)
                     left -= len(block)
-    except OSError:
+    except (OSError, ValueError):  # a name from a file may hold a zero byte
         return None
     return digest.hexdigest() if size <= WHOLE else f"{size}:{digest.hexdigest()}"
 
@@ -69,6 +69,8 @@ class Folded:
     last: Mapping[str, Any] = field(default_factory=dict)
     last_config: str | None = None
     """hash of the config with which the run was started or resumed last"""
+    last_versions: Mapping[str, Any] = field(default_factory=dict)
+    """versions of packages with which the run was started or resumed last"""
     last_hash: str = ""
     """hash of the last line"""
     breaks: list[str] = field(default_factory=list)
@@ -76,15 +78,14 @@ class Folded:
 
     def add(self, link: Mapping[str, Any]) -> None:
         """Take a link."""
-        self.first, self.last = self.first or link, link
+        changes = {part: dict(link.get(part) or {}) for part in FOLDED}
+        metrics, versions = dict(link.get("metrics") or self.metrics), dict(link.get("versions") or self.last_versions)
+        self.first, self.last, self.metrics, self.last_versions = self.first or link, link, metrics, versions
         self.last_config = link.get("config", self.last_config)
-        for part in FOLDED:
-            for name, found in (link.get(part) or {}).items():
-                if found is None:
-                    self.entries[part].pop(name, None)
-                else:
-                    self.entries[part][name] = found
-        self.metrics = link.get("metrics") or self.metrics
+        for part, own in changes.items():
+            self.entries[part] |= own
+            for name in [name for name, found in own.items() if found is None]:
+                del self.entries[part][name]
 
 
 def read_chain(folder: Path) -> Folded | None:
@@ -95,12 +96,14 @@ def read_chain(folder: Path) -> Folded | None:
             number = 0
             while line := stream.readline(MAX_LINK):
                 if not line.endswith(b"\n"):
+                    if len(line) == MAX_LINK:
+                        folded.breaks.append(f"{CHAIN} line {number + 1}: it is too long, and nothing after it is read")
                     break
                 number += 1
                 _take(folded, line, number)
     except FileNotFoundError:
         return None
-    return folded if number else None
+    return folded if number or folded.breaks else None
 
 
 def _take(folded: Folded, line: bytes, number: int) -> None:
@@ -207,15 +210,14 @@ def _changes(known: Mapping[str, str], found: Mapping[str, str]) -> dict[str, st
     return changed | dict.fromkeys(known.keys() - found.keys())
 
 
-def metrics_prefix(folder: Path, num_bytes: int) -> str:
-    """Return the hash of the first bytes of metrics.jsonl.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+def metrics_prefix(folder: Path, num_bytes: int) -> str | None:
+    """Return the hash of the first bytes of metrics.jsonl; None if it cannot be read."""
     digest, left = hashlib.sha256(), num_bytes
-    with files.reading(folder / "metrics.jsonl") as stream:
-        while left and (block := stream.read(min(BLOCK, left))):
-            digest.update(block)
-            left -= len(block)
+    try:
+        with files.reading(folder / "metrics.jsonl") as stream:
+            while left > 0 and (block := stream.read(min(BLOCK, left))):
+                digest.update(block)
+                left -= len(block)
+    except OSError:
+        return None
     return digest.hexdigest()
