@@ -421,6 +421,24 @@ def test_an_audit_names_what_a_hostile_chain_holds(grpo: Path, tmp_path: Path) -
     assert sum("chain.jsonl line" in each for each in found) >= 4
 
 
+def test_a_run_that_was_resumed_with_other_options_contradicts_nothing(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"trainer.save_freq": 1, "trainer.keep": 9, "actor.update_per_rollout": 1}
+    train(tmp_path, "grpo", 2, **how)
+    run = train(tmp_path, "grpo", 3, **how, **{"actor.lr": 2e-3, "trainer.load_ckpt_from": "latest"})
+    with pytest.raises(ConfigError, match="step 2: the run had other options up to step 2"):
+        replayed(run, 2)
+    assert [step.verdict for step in replayed(run, 3).steps] == ["equal"]
+    findings = auditing.audit(AuditConfig(run=str(run)))
+    assert findings.found == []
+    assert any("other options up to step 2" in note for note in findings.notes)
+    began = train(
+        tmp_path, "lora", 3, **how, **{"actor.lora": None, "trainer.load_ckpt_from": str(run / "state/step-2")}
+    )
+    result = replayed(began, 3)
+    assert str(run / "state/step-2") in result.start
+    assert [step.verdict for step in result.steps] == ["equal"]
+
+
 def test_a_step_that_the_run_never_made_is_named(grpo: Path) -> None:
     with pytest.raises(ConfigError, match="step 7: the run has 6 steps"):
         replaying.main([str(grpo), "--step", "7"])

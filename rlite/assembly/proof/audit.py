@@ -40,7 +40,7 @@ from rlite.nn.pretrained import load_tokenizer
 from rlite.runtime.storage.atomic import verify
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.record.batches import RecordedBatch, read_batch
-from rlite.services.record.chain import Folded, hash_file, metrics_prefix, read_chain
+from rlite.services.record.chain import Folded, hash_file, metrics_prefix
 from rlite.services.record.files import TRAIN, read_gaps
 from rlite.services.record.reader import RecordReader
 from rlite.services.record.recorder import TokenTexts
@@ -88,7 +88,7 @@ def audit(options: AuditConfig) -> Findings:
     """
     findings = Findings()
     with open_source(ReplayConfig(run=options.run, code=options.code, any_versions=True)) as source:
-        chain = read_chain(source.folder)
+        chain = source.chain
         check_chain(source, chain, findings)
         if source.run.is_rl:
             RlAudit(source, findings, options).check(has_ended=chain is not None and chain.last.get("kind") == "end")
@@ -191,7 +191,11 @@ class RlAudit:
             with self._findings.checking(FILES, f"record, step {step}"):
                 checks.rows(step, rows)
                 self._tokens(step, rows, sequences)
-                self._step(step, rows)
+                if step > self._source.changed_after:
+                    self._step(step, rows)
+                else:
+                    told = f"the run had other options up to step {self._source.changed_after}"
+                    self._findings.note(f"{told}: advantages, losses and metrics of these steps are not computed again")
         missing = [step for step in logged if step not in steps]
         if not read_gaps(self._source.folder):
             for step in missing:

@@ -36,7 +36,7 @@ from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, BundleFacts, Sour
 from rlite.errors import ConfigError, DataError, writing
 from rlite.nn.pretrained import load_config, local_checkpoint
 from rlite.runtime.storage.atomic import MANIFEST
-from rlite.services.record.chain import hash_file, hash_files, read_chain
+from rlite.services.record.chain import hash_file, hash_files
 from rlite.services.record.files import TRAIN, record_files
 from rlite.services.record.reader import RecordReader
 from rlite.trainer.run.folder import CHAIN
@@ -108,6 +108,7 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
             "--with-weights: a checkpoint has the prompts that were under way; add --with-data, or leave it"
         )
     own, first = source.run.options(source.folder, options.code, False), source.first_step(step)
+    source.check_options(step)
     steps = range(first, step + 1)
     partial = path.with_name(f".{path.name}.partial")
     tree = without_secrets(source.run.saved)
@@ -208,11 +209,11 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
     path = Path(options.run).expanduser()
     weights = None if options.weights is None else Path(options.weights).expanduser()
     if path.is_dir():
-        source, chain = Source(path, weights, options.code), read_chain(path)
-        if chain is None:
+        source = Source(path, weights, options.code)
+        if source.chain is None:
             source.notes.append("the versions that made the run are not known: it has no chain.jsonl")
         else:
-            check_versions(source, str(path), chain.last_versions, options.any_versions)
+            check_versions(source, str(path), source.chain.last_versions, options.any_versions)
         yield source
         return
     if not path.is_file():

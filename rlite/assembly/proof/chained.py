@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +35,17 @@ def versions() -> dict[str, str]:
 def device_facts() -> dict[str, Any]:
     """Return what decides the bits of a computation beside versions and layout."""
     return {"threads": torch.get_num_threads(), "processor": torch.backends.cpu.get_cpu_capability()}
+
+
+def options_hash(options: Any) -> str:
+    """Return a hash of the options that decide what a step computes: all but the trainer's, unless rates follow them."""
+    tree = dict(flat(config.to_container(options)))
+    is_constant = all(
+        value in ("constant", None, 0) for key, value in tree.items() if key.endswith((".scheduler", ".warmup_ratio"))
+    )
+    lasting = () if is_constant else ("trainer.total_steps", "trainer.n_epochs")
+    kept = {key: value for key, value in tree.items() if not key.startswith("trainer.") or key in lasting}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def named_files(options: Any) -> Iterator[tuple[str, str, Path]]:
@@ -69,7 +82,12 @@ class HashChain(Observer):
         for kind, text, path in named_files(run.config):
             named[kind][text] = path
         facts: dict[str, Any] = {kind: hash_files(own.items()) for kind, own in named.items()}
-        facts |= {"trainer": self._name, "config": hash_file(run.folder / CONFIG), "versions": versions()}
+        facts |= {
+            "options": options_hash(run.config),
+            "trainer": self._name,
+            "config": hash_file(run.folder / CONFIG),
+            "versions": versions(),
+        }
         facts["devices"] = {
             "launcher": session.launcher.kind,
             "number": len(session.devices),

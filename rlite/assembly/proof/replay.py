@@ -115,7 +115,7 @@ def replaying(source: Source, step: int, options: ReplayConfig) -> Iterator[tupl
         The trainer, and the result to be filled.
 
     Raises:
-        ConfigError: the run has fewer steps.
+        ConfigError: the run has fewer steps, or its options were changed since.
     """
     is_own = options.layout == "own"
     with tempfile.TemporaryDirectory(prefix="rlite-replay-") as scratch:
@@ -124,6 +124,7 @@ def replaying(source: Source, step: int, options: ReplayConfig) -> Iterator[tupl
             first, total = source.first_step(step), source.total_steps(own)
             if step > total:
                 raise ConfigError(f"step {step}: the run has {total} steps")
+            source.check_options(step)
             trainer = RecordedSteps(source.run, own, total, source.batch(first, own))
             trainer.begin()
             checkpoint = source.checkpoint_before(step)

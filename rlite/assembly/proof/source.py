@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +28,12 @@ from rlite.errors import ConfigError, DataError
 from rlite.runtime.storage.atomic import verify
 from rlite.services.console.sinks import read_metrics
 from rlite.services.record.batches import RecordedBatch, read_batch
+from rlite.services.record.chain import Folded, read_chain
 from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.checkpoints import steps_of
+from rlite.trainer.run.program_objects import IN_MEMORY
 from rlite.trainer.run.resume import STARTED
 
 BUNDLE, BATCHES, MADE = "bundle.json", "batches", "made."
@@ -80,6 +83,9 @@ class Source:
         self.run = RunOfTrainer.read(folder)
         self.notes: list[str] = []
         self._checkpoints = steps_of(self._states)
+        origin = Path(str(self.run.saved["trainer"].get("load_ckpt_from") or "")).expanduser()
+        if (match := re.fullmatch(r"step-(\d{1,9})", origin.name)) and not files.is_inside(origin, self._states):
+            self._checkpoints.setdefault(int(match[1]), origin)  # of another run, with which this one began
         self._kept: dict[int, RecordedBatch] = {}
         self._rows: Iterator[TensorDict] | None = None
         self._next = 0
@@ -141,6 +147,26 @@ class Source:
         """True if the run trained on one device, as a replay does."""
         sizes = [self.run.saved.get("num_devices"), self.run.saved.get("launcher")]
         return sizes in ([None, None], [1, None], [1, "inprocess"], [None, "inprocess"])
+
+    @cached_property
+    def chain(self) -> Folded | None:
+        """What the chain of hashes of the run says; None if it has none."""
+        return read_chain(self.folder)
+
+    @property
+    def changed_after(self) -> int:
+        """The step up to which the run had other options, which its folder no longer has; 0 if it never had."""
+        return 0 if self.chain is None else self.chain.changed_after
+
+    def check_options(self, step: int) -> None:
+        """Check that a step can be made again.
+
+        Raises:
+            ConfigError: options of the run were changed since.
+        """
+        if (first := self.first_step(step)) <= self.changed_after:
+            odd = f"the run had other options up to step {self.changed_after}, and its config.yaml has the newer ones"
+            raise ConfigError(f"step {step}: {odd}; a replay would begin with step {first}")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -241,7 +267,7 @@ class Source:
             ConfigError: its rows were objects of a program, or pass through code of the user that is not named.
         """
         data, trainer, cls = options.data, options.trainer, self.run.entry.find_trainer()
-        if not data.path and not data.mixture:
+        if data.path in (None, IN_MEMORY) and not data.mixture:
             raise ConfigError(f"{self.folder}: the rows were objects of a program, and no file has them")
         for path in filter(None, [data.map, *(each.map for each in data.mixture.values())]):
             check_named(f"data.map={path}", path, self._code)

@@ -71,6 +71,10 @@ class Folded:
     """hash of the config with which the run was started or resumed last"""
     last_versions: Mapping[str, Any] = field(default_factory=dict)
     """versions of packages with which the run was started or resumed last"""
+    options: Any = None
+    """hash of the options that decide what a step computes"""
+    changed_after: int = 0
+    """step after which the run was resumed with other options"""
     last_hash: str = ""
     """hash of the last line"""
     breaks: list[str] = field(default_factory=list)
@@ -82,6 +86,9 @@ class Folded:
         metrics, versions = dict(link.get("metrics") or self.metrics), dict(link.get("versions") or self.last_versions)
         self.first, self.last, self.metrics, self.last_versions = self.first or link, link, metrics, versions
         self.last_config = link.get("config", self.last_config)
+        if "options" in link:
+            is_other = self.options not in (None, link["options"])
+            self.options, self.changed_after = link["options"], int(link["step"]) if is_other else self.changed_after
         for part, own in changes.items():
             self.entries[part] |= own
             for name in [name for name, found in own.items() if found is None]:
