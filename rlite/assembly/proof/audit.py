@@ -137,7 +137,8 @@ def check_chain(source: Source, chain: Folded | None, findings: Findings) -> Non
     expect(wanted == chain.last_config, HASHES, "config.yaml", "its hash is not that of the chain: it was changed")
     if chain.metrics:
         size = (files.stamp(folder / "metrics.jsonl") or (0, 0))[1]
-        known = chain.metrics.get("bytes") if isinstance(chain.metrics.get("bytes"), int) else 0
+        known = chain.metrics.get("bytes")
+        known = known if isinstance(known, int) else 0
         is_same = metrics_prefix(folder, known) == chain.metrics.get("sha256", "")
         expect(is_same, HASHES, "metrics.jsonl", "a line was changed, added or removed: its hash is not the chain's")
         is_longer = chain.last.get("kind") == "end" and size > known

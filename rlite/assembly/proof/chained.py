@@ -38,7 +38,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def options_hash(options: Any) -> str:
-    """Return a hash of the options that decide what a step computes: all but the trainer's, unless rates follow them."""
+    """Return a hash of the options that decide what a step computes: the trainer's only if rates follow them."""
     tree = dict(flat(config.to_container(options)))
     is_constant = all(
         value in ("constant", None, 0) for key, value in tree.items() if key.endswith((".scheduler", ".warmup_ratio"))
