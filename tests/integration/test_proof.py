@@ -499,10 +499,18 @@ def test_options_of_a_run_read_nothing_from_the_environment(
     ("group", "own", "told"),
     [
         ("train_data", {"map": "EVIL:run"}, r"train_data\.map=.*evil\.py:run"),
-        ("train_data", {"path": None, "mixture": {"a": {"path": "p", "map": "EVIL:run"}}}, r"train_data\.map=.*evil"),
+        (
+            "train_data",
+            {"path": None, "mixture": {"a": {"path": "p", "map": "EVIL:run"}}},
+            r"train_data\.mixture\.a\.map=.*evil",
+        ),
         ("reward", {"path": "EVIL:run"}, r"reward\.path=.*evil\.py:run"),
         ("reward", {"path": "os:system"}, r"reward\.path=os:system"),
-        ("reward", {"path": None, "judge": {"url": "http://127.0.0.1:9", "key_env": "HOME"}}, "a judge gives it"),
+        (
+            "reward",
+            {"path": None, "judge": {"url": "http://127.0.0.1:9", "model": "m", "rubric": "r", "key_env": "HOME"}},
+            "a judge gives it",
+        ),
     ],
 )
 def test_an_audit_runs_the_named_file_and_nothing_else_of_the_run(

@@ -207,7 +207,7 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
         DataError: the bundle cannot be opened safely.
     """
     path = Path(options.run).expanduser()
-    weights = None if options.weights is None else Path(options.weights).expanduser()
+    weights = Path(options.weights).expanduser() if options.weights else None
     if path.is_dir():
         source = Source(path, weights, options.code)
         if source.chain is None:
@@ -227,8 +227,9 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
         check_versions(source, str(path), source.bundle.versions, options.any_versions)
         if not source.bundle.has_weights and weights is None:
             raise ConfigError(f"{path}: it has no weights; name the folder of the run: weights=RUN")
-        for name, wanted in source.bundle.hashes.items() if weights is not None else ():
-            if name.startswith("state/") and name.endswith(MANIFEST) and hash_file(weights / name) != wanted:
+        for name, wanted in source.bundle.hashes.items():
+            is_checkpoint = name.startswith("state/") and name.endswith(MANIFEST)
+            if weights is not None and is_checkpoint and hash_file(weights / name) != wanted:
                 raise ConfigError(f"weights={weights}: its {name} is not that of the run that the bundle is from")
         yield source
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,8 @@ def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointError: the checkpoint cannot be read.
     """
     reader = JsonReader(path)
+    if not os.path.isfile(path / "metadata.json"):
+        raise CheckpointError(f"{path}: it has no metadata.json")
     with naming(path / "metadata.json"):
         entries = reader.read_metadata().state_dict_metadata
         tensors: dict[str, Any] = {

@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import files
-from rlite.assembly.proof.trainers import RunOfTrainer, check_named
+from rlite.assembly.proof.trainers import RunOfTrainer, check_rows
 from rlite.assembly.supervised import read_tokens
 from rlite.config import Count
 from rlite.data.chat.template import CLOCK
@@ -83,6 +83,7 @@ class Source:
         self.run = RunOfTrainer.read(folder)
         self.notes: list[str] = []
         self._checkpoints = steps_of(self._states)
+        self._own = frozenset(self._checkpoints)
         origin = Path(str(self.run.saved["trainer"].get("load_ckpt_from") or "")).expanduser()
         if (match := re.fullmatch(r"step-(\d{1,9})", origin.name)) and not files.is_inside(origin, self._states):
             self._checkpoints.setdefault(int(match[1]), origin)  # of another run, with which this one began
@@ -182,7 +183,7 @@ class Source:
 
     def has_checkpoint(self, step: int) -> bool:
         """Return whether there is a checkpoint after a step."""
-        return step in self._checkpoints
+        return step in self._own
 
     def checkpoint(self, step: int, name: str = "") -> Path:
         """Return the checkpoint of an engine after a step."""
@@ -269,8 +270,7 @@ class Source:
         data, trainer, cls = options.data, options.trainer, self.run.entry.find_trainer()
         if data.path in (None, IN_MEMORY) and not data.mixture:
             raise ConfigError(f"{self.folder}: the rows were objects of a program, and no file has them")
-        for path in filter(None, [data.map, *(each.map for each in data.mixture.values())]):
-            check_named(f"data.map={path}", path, self._code)
+        check_rows(data, "data", self._code)
         facts = verify(self._checkpoints[step]) if step else {}
         config_time = datetime.fromtimestamp((self.folder / "config.yaml").stat().st_mtime)
         started = datetime.fromisoformat(facts[STARTED]) if STARTED in facts else config_time

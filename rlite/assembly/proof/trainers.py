@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,7 +29,7 @@ from rlite.rollout import RolloutWorkflow
 from rlite.runtime.storage.atomic import FACTS
 from rlite.runtime.storage.sharded import naming
 from rlite.trainer.model.options import frozen_build_options
-from rlite.trainer.options import LaunchOptions
+from rlite.trainer.options import LaunchOptions, TableOptions
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.rollouts import Generated
 from rlite.trainer.run.training_run import step_metrics
@@ -91,7 +92,7 @@ class RunOfTrainer(NamedTuple):
         except FileNotFoundError:
             raise ConfigError(f"{folder}: there is no config.yaml: expected the folder of a run") from None
         groups = ("trainer", *(["rollout", "train_data", "actor"] if "rollout" in saved else []))
-        if not all(isinstance(saved.get(name), dict) for name in groups):
+        if not all(isinstance(saved.get(name), dict) for name in groups) or isinstance(saved.get("reward"), list):
             raise ConfigError(f"{folder}: its config.yaml is no config of a run: it needs {', '.join(groups)}")
         fitting = [name for name, entry in TRAINERS.items() if _fits(entry, saved)]
         if not fitting:
@@ -140,22 +141,17 @@ class RunOfTrainer(NamedTuple):
         Raises:
             ConfigError: a reward, or the function that maps rows, is elsewhere, or the options cannot be used.
         """
-        for name, own in self._rewards():
-            if not isinstance(own, dict) or not own.get("path"):
+        tree = {key: value for key, value in self.saved.items() if key != "test_data"}
+        trainer, rollout = {**tree["trainer"], **NO_OBSERVERS}, {**tree["rollout"], **ROLLOUTS}
+        tree |= {"imports": [code], "trainer": trainer, "rollout": rollout}
+        options = config.load(_options_class(self.entry), [], given=_literal(tree))
+        for name, own in options.reward.items():
+            if own.path is None:
                 raise ConfigError(f"reward {name}: a model or a judge gives it, which an audit does not ask")
-            if ":" in str(own["path"]):  # else the name of a reward that the user's file registers
-                check_named(f"reward.path={own['path']}", str(own["path"]), code)
-        rows = self.saved["train_data"]
-        for each in [rows, *(rows.get("mixture") or {}).values()]:
-            if each.get("map"):
-                check_named(f"train_data.map={each['map']}", str(each["map"]), code)
-        tree = {key: value for key, value in self.saved.items() if key not in ("imports", "test_data")}
-        tree["imports"] = [code]
-        trainer = {**tree["trainer"], **NO_OBSERVERS}
-        rollout = {**tree["rollout"], **ROLLOUTS}
-        return config.load(
-            _options_class(self.entry), [], given=_literal({**tree, "trainer": trainer, "rollout": rollout})
-        )
+            if ":" in own.path or own.path.endswith(".py"):  # else the user's file registers it under this name
+                check_named(f"reward.path={own.path}", own.path, code)
+        check_rows(options.train_data, "train_data", code)
+        return options
 
     def _rewards(self) -> list[tuple[str, Any]]:
         reward = self.saved.get("reward") or {}
@@ -172,6 +168,19 @@ def check_named(option: str, function: str, code: str | None) -> None:
     if code is None or Path(file).expanduser().resolve() != Path(code).expanduser().resolve():
         named = "" if code is None else f", and --code names {code}"
         raise ConfigError(f"{option}: this function of the run is needed{named}; name its file: --code FILE.py")
+
+
+def check_rows(data: TableOptions, key: str, code: str | None) -> None:
+    """Check that reading rows runs no function but those in the user's file, and reads no endless template.
+
+    Raises:
+        ConfigError: a function is elsewhere, or the template is no file.
+    """
+    for source in data.sources(key).values():
+        if source.map is not None:
+            check_named(f"{source.key}.map={source.map}", source.map, code)
+    if (template := data.chat_template_path) is not None and not os.path.isfile(Path(template).expanduser()):
+        raise ConfigError(f"{key}.chat_template_path={template}: no such file")
 
 
 RECORDED = "recorded"
