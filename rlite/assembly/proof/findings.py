@@ -49,6 +49,10 @@ class Findings:
     def checking(self, check: str, place: str) -> Iterator[None]:
         """Note a contradiction if something cannot be checked: a record from anyone may hold anything.
 
+        Args:
+            check: what is checked, in words.
+            place: what stands there.
+
         Yields:
             None.
         """

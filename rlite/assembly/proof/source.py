@@ -44,7 +44,7 @@ MAX_FACTS = 1 << 20
 
 @dataclass(frozen=True)
 class BundleFacts:
-    """What a bundle says of itself; `format` is that of its files."""
+    """Facts that a bundle states; `format` is the version of its files."""
 
     format: Literal[1]
     step: Count

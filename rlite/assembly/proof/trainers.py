@@ -161,6 +161,11 @@ class RunOfTrainer(NamedTuple):
 def check_named(option: str, function: str, code: str | None) -> None:
     """Check that a function which a run names is in the file that the user names: no other code runs.
 
+    Args:
+        option: the option that names it, with its value.
+        function: the function, `FILE.py:NAME`.
+        code: the user's file.
+
     Raises:
         ConfigError: it is elsewhere.
     """
@@ -172,6 +177,11 @@ def check_named(option: str, function: str, code: str | None) -> None:
 
 def check_rows(data: TableOptions, key: str, code: str | None) -> None:
     """Check that reading rows runs no function but those in the user's file, and reads no endless template.
+
+    Args:
+        data: options of the tables.
+        key: name of this group of options.
+        code: the user's file.
 
     Raises:
         ConfigError: a function is elsewhere, or the template is no file.
