@@ -120,22 +120,6 @@ def test_a_running_server_serves_and_outlives_the_engine(
     attached.build(addresses=[server.endpoint.url], api_key="its key", seed=3, colocate_with=engine)
 
 
-def test_a_verified_sync_notices_a_server_whose_checksums_stay(
-    engine: RliteInferenceEngine, server: ServerProcess, path: Path
-) -> None:
-    attached = RliteInferenceEngine(path, executor="sglang-faulty")
-    attached.build(addresses=[server.endpoint.url], api_key="its key", seed=3, colocate_with=engine)
-    train = RliteTrainEngine(on_meta(Qwen3Policy, path))
-    train.build(colocate_with=engine)
-    train.p2p_weight_sync(attached, verify_checksums=True)
-    train.train_step([[1, 2, 3, 4, 5, 6]])
-    with pytest.raises(WeightSyncError, match="the checksums are those of the last verified sync"):
-        train.p2p_weight_sync(attached, verify_checksums=True)
-    train.p2p_weight_sync(attached, verify_checksums=True)
-    train.release()
-    attached.release()
-
-
 def test_a_process_group_brings_weights_to_a_running_server(attached: RliteInferenceEngine, path: Path) -> None:
     train = RliteTrainEngine(on_meta(Qwen3Policy, path))
     train.build(colocate_with=attached)
@@ -320,3 +304,19 @@ def test_a_server_ends_with_the_process_that_started_it(path: Path, installed: N
     assert alive == []
     owner.kill()
     owner.wait()
+
+
+def test_a_verified_sync_notices_a_server_whose_checksums_stay(
+    engine: RliteInferenceEngine, server: ServerProcess, path: Path
+) -> None:
+    attached = RliteInferenceEngine(path, executor="sglang-faulty")
+    attached.build(addresses=[server.endpoint.url], api_key="its key", seed=3, colocate_with=engine)
+    train = RliteTrainEngine(on_meta(Qwen3Policy, path))
+    train.build(colocate_with=engine)
+    train.p2p_weight_sync(attached, verify_checksums=True)
+    train.train_step([[1, 2, 3, 4, 5, 6]])
+    with pytest.raises(WeightSyncError, match="the checksums are those of the last verified sync"):
+        train.p2p_weight_sync(attached, verify_checksums=True)
+    train.p2p_weight_sync(attached, verify_checksums=True)
+    train.release()
+    attached.release()

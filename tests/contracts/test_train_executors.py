@@ -357,7 +357,7 @@ def test_release_gives_the_devices_back(build: Build, executor: str) -> None:
 
 
 def declared() -> set[str]:
-    optional = {"stage", "gather_into"}  # of `StagingWorker` and `GatheringWorker`, which sync asks for
+    optional = {"stage", "gather_into", "digest"}  # of protocols that sync asks for, such as `StagingWorker`
     return {name for name in dir(TrainWorker) if not name.startswith("_")} | {"arena", "staged"} | optional
 
 

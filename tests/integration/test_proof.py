@@ -421,6 +421,7 @@ def test_an_audit_names_what_a_hostile_chain_holds(grpo: Path, tmp_path: Path) -
     assert sum("chain.jsonl line" in each for each in found) >= 4
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_resumed_with_other_options_contradicts_nothing(tmp_path: Path) -> None:
     how: dict[str, Any] = {"trainer.save_freq": 1, "trainer.keep": 9, "actor.update_per_rollout": 1}
     train(tmp_path, "grpo", 2, **how)

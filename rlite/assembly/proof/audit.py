@@ -101,7 +101,13 @@ def audit(options: AuditConfig) -> Findings:
 
 
 def check_chain(source: Source, chain: Folded | None, findings: Findings) -> None:
-    """Check the files of a run against its chain of hashes, and its checkpoints against their manifests."""
+    """Check the files of a run against its chain of hashes, and its checkpoints against their manifests.
+
+    Args:
+        source: the run.
+        chain: content of its chain; None if it has none.
+        findings: takes contradictions.
+    """
     folder, expect = source.folder, findings.expect
     for path in sorted((folder / "state").glob("step-*")):
         try:

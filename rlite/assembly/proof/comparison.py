@@ -103,7 +103,13 @@ def compare_metrics(
 
 
 def compare_numbers(name: str, kept: float, again: float) -> Comparison:
-    """Return how two numbers compare."""
+    """Return how two numbers compare.
+
+    Args:
+        name: name of the quantity.
+        kept: the number that the run has kept.
+        again: the number that was computed again.
+    """
     return compare(name, torch.tensor([kept], dtype=torch.float64), torch.tensor([again], dtype=torch.float64))
 
 

@@ -19,7 +19,7 @@ class Finding(NamedTuple):
     place: str
     """file and row, line, step or token"""
     problem: str
-    """what stands there, and what the rest implies"""
+    """text of what stands there, and of what the rest implies"""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Findings:
     checked: Counter[str] = field(default_factory=Counter)
     """numbers of things that were checked, by what was checked"""
     notes: list[str] = field(default_factory=list)
-    """what was not checked, and why"""
+    """texts about everything that was not checked, with the reason"""
 
     def expect(self, holds: bool, check: str, place: str, problem: str | Callable[[], str]) -> None:
         """Count a check, and note a contradiction if it does not hold.
@@ -62,7 +62,14 @@ class Findings:
             self.expect(False, check, place, f"it cannot be checked: {type(error).__name__}: {error}")
 
     def expect_near(self, comparison: Comparison, check: str, place: str, is_exact: bool = False) -> None:
-        """Count a comparison, and note a contradiction if the two are not equal, or not near."""
+        """Count a comparison, and note a contradiction if the two are not equal, or not near.
+
+        Args:
+            comparison: the comparison.
+            check: what is checked, in words.
+            place: what stands there.
+            is_exact: every bit has to be equal.
+        """
         holds = comparison.is_equal if is_exact else comparison.is_near
         self.expect(holds, check, place, lambda: _told(comparison))
 

@@ -58,10 +58,10 @@ class Replay:
     """The result of a replay."""
 
     start: str
-    """what it began from"""
+    """checkpoint or model that it began from"""
     steps: list[ReplayedStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """what was not compared, and why"""
+    """texts about everything that was not compared, with the reason"""
 
     @property
     def has_differences(self) -> bool:

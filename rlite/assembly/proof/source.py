@@ -54,7 +54,7 @@ class BundleFacts:
     total_steps: Count
     """steps of the whole run"""
     complete: dict[int, bool]
-    """whether each step was trained on everything that was generated for it"""
+    """true for each step that was trained on everything that was generated for it"""
     has_data: bool
     has_weights: bool
     hashes: dict[str, str]
@@ -151,7 +151,7 @@ class Source:
 
     @cached_property
     def chain(self) -> Folded | None:
-        """What the chain of hashes of the run says; None if it has none."""
+        """Content of the chain of hashes of the run; None if it has none."""
         return read_chain(self.folder)
 
     @property

@@ -36,7 +36,7 @@ class RecordedBatch(NamedTuple):
     given: TensorDict
     """the rollouts, as the step has received them"""
     made: Mapping[str, Tensor]
-    """what the step has computed: `advantages`, `trainer_logprobs`, `entropy` and others [N, L]; NaN where unknown"""
+    """values of the step: `advantages`, `trainer_logprobs`, `entropy` and others [N, L]; NaN where unknown"""
 
 
 def read_batch(folder: Path, step: int) -> RecordedBatch:

@@ -60,7 +60,7 @@ def hash_files(paths: Iterable[tuple[str, Path]]) -> dict[str, str]:
 
 @dataclass
 class Folded:
-    """What a chain says of the files of a run."""
+    """Content of a chain: the files of a run and their hashes."""
 
     entries: dict[str, dict[str, str]] = field(default_factory=lambda: {part: {} for part in FOLDED})
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Folded:
     last_hash: str = ""
     """hash of the last line"""
     breaks: list[str] = field(default_factory=list)
-    """where a link does not follow from the link before"""
+    """places at which a link does not follow from the link before"""
 
     def add(self, link: Mapping[str, Any]) -> None:
         """Take a link."""
