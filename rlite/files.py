@@ -33,7 +33,8 @@ def replace(path: Path, content: bytes, mode: int = 0o666) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        partial.unlink(missing_ok=True)  # of a killed process; a link there may lead anywhere
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(descriptor, "wb") as stream:
             stream.write(content)
             stream.flush()

@@ -51,3 +51,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
 def test_the_permissions_are_those_asked_for(tmp_path: Path) -> None:
     files.replace(tmp_path / "secret", b"x", mode=0o600)
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_the_place_of_the_partial_file_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"of the user")
+    (tmp_path / f".file.{os.getpid()}.partial").symlink_to(other)
+    files.replace(tmp_path / "file", b"new")
+    assert (other.read_bytes(), (tmp_path / "file").read_bytes()) == (b"of the user", b"new")

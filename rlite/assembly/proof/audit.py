@@ -27,7 +27,7 @@ from rlite.assembly.proof.comparison import Comparison, compare, compare_numbers
 from rlite.assembly.proof.findings import Findings
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
 from rlite.assembly.proof.replay import Replay, replay, replaying
-from rlite.assembly.proof.rewards import check_rewards
+from rlite.assembly.proof.rewards import RewardChecks
 from rlite.assembly.proof.rollouts import IN_BATCH, RolloutChecks, SequenceChecks, place_of
 from rlite.assembly.proof.source import Source, columns_of
 from rlite.assembly.proof.trainers import RecordedWorkflow
@@ -166,7 +166,8 @@ class RlAudit:
     """
 
     def __init__(self, source: Source, findings: Findings, options: AuditConfig) -> None:
-        self._source, self._findings, self._options = source, findings, options
+        self._source, self._findings = source, findings
+        self._rewards = None if options.code is None else RewardChecks(source, options.code, findings)
         self._own = source.run.options(source.folder, options.code, False)
         self._maker = PartsMaker(self._own)
         self._reader = RecordReader(source.folder)
@@ -235,8 +236,8 @@ class RlAudit:
             )
             if place in by_place:
                 checks.tokens(by_place[place], own)
-        if self._options.code is not None:
-            check_rewards(self._source, self._options.code, step, sequences, by_place, self._findings)
+        if self._rewards is not None:
+            self._rewards.check(sequences, by_place)
 
     @staticmethod
     def _key(sequence: Mapping[str, Any]) -> tuple[int, int, int]:

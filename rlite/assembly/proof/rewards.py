@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from rlite.assembly.proof.findings import Findings
@@ -20,6 +18,9 @@ from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason
 
 CHECK = "rewards"
+Place = tuple[int, int]
+"""group and sample"""
+Sequences = Mapping[Place, Sequence[Mapping[str, Any]]]
 
 
 class RecordedEngine:
@@ -55,54 +56,55 @@ class RecordedEngine:
         return int(self._sequence["versions"][-1])
 
 
-def check_rewards(
-    source: Source,
-    code: str,
-    step: int,
-    sequences: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]],
-    rows: Mapping[tuple[int, int], Mapping[str, Any]],
-    findings: Findings,
-) -> None:
-    """Compute the rewards of recorded single-turn rollouts again.
+class RewardChecks:
+    """Computes the rewards of recorded single-turn rollouts again.
 
     Args:
         source: the run.
         code: the user's file with its rewards.
-        step: the step.
-        sequences: the recorded sequences by group and sample.
-        rows: the rows by group and sample.
         findings: takes contradictions.
     """
-    try:
-        workflow, items = _workflow(source.folder, code)
-    except RliteError as error:
-        findings.note(f"rewards are not computed again: {error}")
-        return
-    for place, own in sequences.items():
-        row, mask = rows.get(place), own[0]["mask"]
+
+    def __init__(self, source: Source, code: str, findings: Findings) -> None:
+        self._findings = findings
+        self._workflow: RolloutWorkflow | None = None
+        self._items: dict[str, Mapping[str, Any]] = {}
+        try:
+            options = source.run.original_options(code)
+            rows, _ = read_prompts(options.train_data, {})
+            make = RunWorkflows(options).maker(ChosenRewards(options.reward, {}), {"train_data": rows})
+            self._items = {item_name(row, number): row for number, row in enumerate(rows)}
+            self._workflow = make(options.rollout.train_sampling_params)
+        except RliteError as error:
+            findings.note(f"rewards are not computed again: {error}")
+
+    def check(self, sequences: Sequences, rows: Mapping[Place, Mapping[str, Any]]) -> None:
+        """Check the rollouts of a step.
+
+        Args:
+            sequences: the recorded sequences by group and sample.
+            rows: the rows by group and sample.
+        """
+        if self._workflow is not None:
+            for place, own in sequences.items():
+                self._rollout(self._workflow, own, rows.get(place))
+
+    def _rollout(
+        self, workflow: RolloutWorkflow, own: Sequence[Mapping[str, Any]], row: Mapping[str, Any] | None
+    ) -> None:
+        findings, mask = self._findings, own[0]["mask"]
         is_single = len(own) == 1 and True in mask and all(mask[mask.index(True) :])
-        if row is None or row["reward"] is None or not is_single or row["item"] not in items:
+        if row is None or row["reward"] is None or not is_single or row["item"] not in self._items:
             findings.note("rewards of several turns, or of rows that the data has no longer, are not computed again")
-            continue
+            return
         engine = RecordedEngine(own[0], bool(row["truncated"]))
         try:
-            made = asyncio.run(workflow.arun_episode(engine, dict(items[row["item"]])))  # type: ignore[arg-type]
+            made = asyncio.run(workflow.arun_episode(engine, dict(self._items[row["item"]])))  # type: ignore[arg-type]
         except RliteError as error:
             findings.expect(False, CHECK, place_of(row), f"reward {row['reward']:.9g}, and its function raises {error}")
-            continue
+            return
         told = "its prompt is not that of its item in the data"
         findings.expect(engine.asked == engine.prompt, "prompts of rollouts", place_of(row), told)
         again = float(made["rewards"][0]) if made is not None else None
         told = f"reward {row['reward']:.9g}, and its function returns {again}"
         findings.expect(again is not None and abs(again - row["reward"]) <= 1e-6, CHECK, place_of(row), told)
-
-
-@lru_cache(1)
-def _workflow(folder: Path, code: str) -> tuple[RolloutWorkflow, dict[str, Mapping[str, Any]]]:
-    """Return the run's workflow with its rewards, and the rows of its data by name."""
-    run = Source(folder).run
-    options = run.original_options(code)
-    train_rows, _ = read_prompts(options.train_data, {})
-    rewards = ChosenRewards(options.reward, {})
-    workflow = RunWorkflows(options).maker(rewards, {"train_data": train_rows})(options.rollout.train_sampling_params)
-    return workflow, {item_name(row, number): row for number, row in enumerate(train_rows)}
