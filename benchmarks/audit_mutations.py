@@ -121,7 +121,7 @@ class Mutation:
         except Exception:  # any damage that a reader of Parquet finds
             return f"{path.name}: byte {place}"
         told = ", ".join(changed)
-        unknown = (*UNKNOWN, "logprobs") if path.name.startswith("eval.") else UNKNOWN
+        unknown = (*UNKNOWN, "logprobs", "row", "others") if path.name.startswith("eval.") else UNKNOWN
         counts = any(name not in unknown for name in changed)
         return f"{path.name}: byte {place}, in {told}{'' if counts else ' (the content is the same)'}"
 

@@ -114,7 +114,7 @@ def test_help_and_schema_offer_the_same_estimators_of_a_kl_loss(monkeypatch, cap
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "schema: expected one command; known: cpo, doctor, dpo, env, eval, generate, grpo, kto, launch, logs",
+            "schema: expected one command; known: audit, cpo, doctor, dpo, env, eval, generate, grpo, kto, launch",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],
@@ -146,6 +146,8 @@ ROWS, PAIRS = ["actor.model_name=m", "data.path=rows.jsonl"], ["actor.model_name
 ROLLOUTS = ["actor.model_name=m", "train_data.path=prompts.jsonl", "reward.path=my.py:f"]
 WRONG = [
     ("simulate", "runs/grpo", "lengths=two"),
+    ("replay", "runs/grpo", "--step", "0"),
+    ("audit", "runs/grpo", "replay=some"),
     *(("sft", *ROWS, wrong) for wrong in ("actor.lr=fast", "actor.optimizer=adamx", "trainer.sinks=[jsnol]")),
     ("sft", *ROWS, "trainer.best_metric=test_loss"),
     ("rm", "critic.model_name=m", "data.path=pairs.jsonl", "critic.center_coefficient=-1"),

@@ -39,7 +39,7 @@ from rlite.evaluation.metrics import Sample, summary
 from rlite.nn.pretrained import load_tokenizer
 from rlite.runtime.storage.atomic import verify
 from rlite.services.console.terminal import ConsoleReporter
-from rlite.services.record.batches import RecordedBatch, read_batch
+from rlite.services.record.batches import DamagedBatch, RecordedBatch, read_batch
 from rlite.services.record.chain import Folded, hash_file, metrics_prefix
 from rlite.services.record.files import TRAIN, read_gaps
 from rlite.services.record.reader import RecordReader
@@ -255,6 +255,9 @@ class RlAudit:
                     self._metric(step, line, name, value)
         try:
             batch = read_batch(self._source.folder, step)
+        except DamagedBatch as error:
+            self._findings.expect(False, FILES, f"record, step {step}", str(error))
+            return
         except DataError as error:
             self._findings.note(f"advantages and losses of some steps are not computed again: {error}")
             return

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from rlite.config import Count, Natural, Options
+from rlite.config import Count, Natural
 from rlite.key_value import named, spelled
+from rlite.trainer.options import AnnouncedOptions
 
 FLAGS = {"--pdb": "pdb=true", "--with-data": "with_data=true", "--with-weights": "with_weights=true"}
 
 
-class ProofOptions(Options):
+class ProofOptions(AnnouncedOptions):
     """Options of a command that looks at one run."""
 
     run: str
@@ -22,7 +24,7 @@ class ProofOptions(Options):
     """file to which the result is written as JSON; also `--result FILE.json`"""
 
     @classmethod
-    def arguments(cls, argv: list[str]) -> list[str]:
+    def arguments(cls, argv: Sequence[str]) -> list[str]:
         """Return the arguments of the command in the form `KEY=VALUE`."""
         flags = [FLAGS.get(argument, argument) for argument in argv]
         return named(spelled(flags, {name.replace("_", "-"): name for name in cls.model_fields}), ["run"])

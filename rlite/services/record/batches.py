@@ -30,6 +30,10 @@ DAMAGED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError)
 RECORD_ALL = "trainer.record=all records every step so; the default, sample, the steps 1, 11, 21, ... alone"
 
 
+class DamagedBatch(DataError):
+    """A recorded batch is there, and cannot be what the run has written."""
+
+
 class RecordedBatch(NamedTuple):
     """The batch of one step."""
 
@@ -48,6 +52,7 @@ def read_batch(folder: Path, step: int) -> RecordedBatch:
 
     Raises:
         DataError: the record does not hold the whole batch; the message says why, and which option would have kept it.
+        DamagedBatch: it holds a batch that cannot be the run's.
     """
     reader = RecordReader(folder)
     reader.refresh()
@@ -66,11 +71,11 @@ def read_batch(folder: Path, step: int) -> RecordedBatch:
         raise DataError(f"{where}: {why}. {RECORD_ALL}")
     found.sort(key=lambda row: row["row"])
     if [row["row"] for row in found] != list(range(len(found))):
-        raise DataError(f"{where}: the record has {len(found)} rows of its batch, and they are not numbered from 0")
+        raise DamagedBatch(f"{where}: the record has {len(found)} rows of its batch, and they are not numbered from 0")
     try:
         return rebuilt(found)
     except DAMAGED as error:
-        raise DataError(f"{where}: its record is damaged: {error}") from error
+        raise DamagedBatch(f"{where}: its record is damaged: {error}") from error
 
 
 def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:

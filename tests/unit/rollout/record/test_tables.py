@@ -18,7 +18,7 @@ from rlite.rollout.collector.runner import Group
 from rlite.rollout.collector.saved import ended_state, saved_ended
 from rlite.rollout.joined import join_histories, pad_trajectories
 from rlite.rollout.workflow import RolloutWorkflow, of_trajectory
-from rlite.services.record.files import ROWS, TOKENS
+from rlite.services.record.files import ROWS, WRITTEN_TOKENS
 from rlite.services.record.recorder import MAX_EVENTS, NUM_GROUPS, FileRecorder, TokenTexts, make_tables, sampled
 from rlite.types import Status, TokenChunk
 from tests.recorded import recorded
@@ -134,7 +134,7 @@ def test_tokens_have_the_columns_of_engine_and_trainer(texts: TokenTexts) -> Non
     batch["advantages"] = batch["loss_mask"] * torch.tensor([[1.0], [-1.0], [2.0], [-2.0]])
     batch["old_logprobs"] = batch["logprobs"] - 1
     made = make_tables(1, groups, texts, [0, 1], batch)
-    assert made["tokens"].schema.equals(TOKENS, check_metadata=True)
+    assert made["tokens"].schema.equals(WRITTEN_TOKENS, check_metadata=True)
     row = made["tokens"].to_pylist()[1]
     assert (row["group"], row["sample"], row["sequence"], row["text"]) == (2, 1, 0, "abcdefgh")
     assert row["ids"] == ids("abcdefgh")
