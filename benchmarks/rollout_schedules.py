@@ -509,6 +509,12 @@ class World:
                 self.is_running = False
                 raise Killed("another run of the trainer begins")
             self.is_running = True
+            self.started.append(action.run)
+
+    def lose_trainer(self, reason: Killed) -> None:
+        """Report the end of the trainer's process to the master."""
+        self.say(f"trainer: killed: {reason}")
+        self.send(TrainerFailed(self.wall, self.started[-1], "its process ended"), is_repeated=self.draw.random() < 0.3)
 
     @property
     def wall(self) -> float:
@@ -693,7 +699,10 @@ def run_schedule(seed: int, folder: Path, plant: Plant = nullcontext) -> World:
                     if not world.messages:
                         raise Violation(f"the job waits for nothing: {world.state}")
                     clock.now = max(clock.now, world.messages[0][0])
-                    world.tick()
+                    try:
+                        world.tick()
+                    except Killed as reason:  # before its first step
+                        world.lose_trainer(reason)
                 if not world.state.has_ended:
                     live(world)
             check(world)
@@ -706,16 +715,14 @@ def run_schedule(seed: int, folder: Path, plant: Plant = nullcontext) -> World:
 
 def live(world: World) -> None:
     """Run one life of the trainer, and report its end to the master."""
-    run, process = world.state.run, Process(world)
-    world.started.append(run)
+    run, process = world.started[-1], Process(world)
     world.clock.is_over = world.tick
     collector: RolloutCollector | None = None
     try:
         process.run()
         world.send(TrainerFinished(world.wall, run))
     except Killed as reason:
-        world.say(f"trainer: killed: {reason}")
-        world.send(TrainerFailed(world.wall, run, "its process ended"), is_repeated=world.draw.random() < 0.3)
+        world.lose_trainer(reason)
     except (CheckpointError, WorkerDied) as error:
         world.say(f"trainer: {type(error).__name__}: {error}")
         world.send(TrainerFailed(world.wall, run, str(error)))
