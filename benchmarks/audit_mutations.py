@@ -239,12 +239,11 @@ def make_consistent(run: Path) -> None:
         names = [file.name for file in path.iterdir() if file.name != MANIFEST]
         assert FACTS in names
         (path / MANIFEST).write_text(json.dumps({"files": hash_files(path, names)}, indent=2))
-    first = {
-        key: value for key, value in chain.first.items() if key in ("config", "code", "data", "versions", "devices")
-    }
     (run / "chain.jsonl").unlink()
-    writer = ChainWriter(run)
-    writer.begin(0, None, first)
+    writer = ChainWriter(run, None)
+    for link in chain.begins:
+        facts = {key: link[key] for key in ("options", "config", "code", "data", "versions", "devices")}
+        writer.begin(link["step"], link.get("from"), facts)
     writer.append({"kind": "end", "step": 8})
 
 

@@ -235,15 +235,20 @@ def save(config: Options, path: str | Path) -> None:
     files.replace(path, to_yaml(to_container(config)))
 
 
-def to_container(config: Any) -> Any:
-    """Return a config as nested dicts and lists of plain values. Interpolations stay, so secrets do not appear."""
+def to_container(config: Any, shows: Callable[[str, str, Any], bool] = lambda *given: False) -> Any:
+    """Return a config as nested dicts and lists of plain values. Interpolations stay, so secrets do not appear.
+
+    Args:
+        config: a config.
+        shows: called with the key, the text and the value of an interpolation; True gives the value in its place.
+    """
     if isinstance(config, Mapping | Options):
         plain = {key: to_container(value) for key, value in dict(config).items()}
         for key, (source, value) in (config._interpolated if isinstance(config, Options) else {}).items():
             *groups, name = key.split(".")
             group = _select(plain, groups)
-            if group is not None and group.get(name) == to_container(value):  # not replaced since
-                group[name] = source
+            if group is not None and group.get(name) == to_container(value) and not shows(key, source, value):
+                group[name] = source  # it was not replaced since
         return plain[hints.UNNAMED] if [*plain] == [hints.UNNAMED] else plain
     if isinstance(config, list | tuple):
         return [to_container(value) for value in config]

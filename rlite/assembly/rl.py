@@ -238,7 +238,7 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
     template = TemplateFile(options.train_data.chat_template_path)
     probe = [SyncProbe(rollout, every)] if (every := options.rollout.verify_sync) else []
-    own += [alarms, *probe, LearningFacts(equal_rewards), template, HashChain(trainer.name)]
+    own += [alarms, *probe, LearningFacts(equal_rewards), template, HashChain(trainer.name, parts.run)]
     return [usage, record, *own]
 
 

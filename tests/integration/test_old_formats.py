@@ -233,5 +233,7 @@ def test_old_runs_are_audited_as_far_as_they_reach(old: Path) -> None:
         assert findings.found == []
         assert any("no chain.jsonl" in note for note in findings.notes)
     assert findings.checked["hashes"]
+    reader = RecordReader(Path("grpo"))
+    reader.refresh()
     with pytest.raises(DataError, match="earlier version of rlite, which did not keep whole batches"):
-        read_batch(Path("grpo"), 1)
+        read_batch(reader, 1)

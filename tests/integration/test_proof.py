@@ -22,12 +22,15 @@ from rlite import cli, config
 from rlite.assembly.proof import audit as auditing
 from rlite.assembly.proof import bundle as bundles
 from rlite.assembly.proof import replay as replaying
-from rlite.assembly.proof.bundle import unpack, without_secrets
+from rlite.assembly.proof.bundle import unpack
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
-from rlite.assembly.proof.trainers import _literal
+from rlite.assembly.proof.privacy import is_shown, public
+from rlite.assembly.proof.report import REPLAYED, Report
+from rlite.assembly.proof.trainers import literal
 from rlite.errors import CheckpointError, ConfigError, DataError
-from rlite.services.record.batches import read_batch
-from rlite.services.record.chain import read_chain
+from rlite.services.record.batches import RecordedBatch, read_batch
+from rlite.services.record.chain import ChainWriter, hash_file, read_chain
+from rlite.services.record.reader import RecordReader
 from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
 
@@ -77,12 +80,16 @@ def train(folder: Path, kind: str, steps: int, **options: Any) -> Path:
     return folder / kind
 
 
-def replayed(run: Path, step: int, **options: Any) -> replaying.Replay:
+def replayed(run: Path, step: int, **options: Any) -> Report:
     """Return the result of a replay."""
-    given = ReplayConfig(run=str(run), **options)
-    with replaying.open_source(given) as source, replaying.replaying(source, step, given) as (trainer, result):
-        replaying.replay(source, trainer, step, result, given)
-    return result
+    given, report = ReplayConfig(run=str(run), **options), Report()
+    with replaying.open_source(given) as source, replaying.replaying(source, step, given, report) as trainer:
+        replaying.replay(source, trainer, step, given, report)
+    return report
+
+
+def verdicts(report: Report) -> list[str]:
+    return [report.verdict(step) for step in report.steps]
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +105,9 @@ def grpo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_step_is_made_again_bit_for_bit(kind: str, tmp_path: Path) -> None:
     steps = 7 if kind in ("sft", "dpo") else 3
     result = replayed(train(tmp_path, kind, steps), steps)
-    assert [step.step for step in result.steps] == list(range(1, steps + 1))
-    assert {step.verdict for step in result.steps} == {"equal"}
-    compared = {each.name for each in result.steps[-1].comparisons}
+    assert [*result.steps] == list(range(1, steps + 1))
+    assert {*verdicts(result)} == {"equal"}
+    compared = {each.name for each in result.steps[steps]}
     assert {"loss", "grad_norm", "weights", "optimizer state"} <= compared
 
 
@@ -110,14 +117,14 @@ def test_twenty_steps_are_made_again_bit_for_bit(kind: str, tmp_path: Path) -> N
     own = {"data.batch_size": 5, "trainer.n_epochs": 4} if kind in ("sft", "dpo") else {}
     result = replayed(train(tmp_path, kind, 20, **own), 20)
     assert len(result.steps) == 20
-    assert {step.verdict for step in result.steps} == {"equal"}
+    assert {*verdicts(result)} == {"equal"}
 
 
 def test_a_step_begins_from_the_newest_checkpoint_before_it(grpo: Path) -> None:
     result = replayed(grpo, 6)
-    assert [step.step for step in result.steps] == [4, 5, 6]
+    assert [*result.steps] == [4, 5, 6]
     assert "step-3" in result.start
-    assert {step.verdict for step in result.steps} == {"equal"}
+    assert {*verdicts(result)} == {"equal"}
 
 
 def test_a_changed_value_is_named_with_its_place(grpo: Path, tmp_path: Path) -> None:
@@ -127,8 +134,7 @@ def test_a_changed_value_is_named_with_its_place(grpo: Path, tmp_path: Path) -> 
     line = json.loads(lines[4])
     lines[4] = json.dumps(line | {"grad_norm": line["grad_norm"] * 1.01})
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    verdicts = [step.verdict for step in replayed(run, 6).steps]
-    assert verdicts == ["equal", "differs", "equal"]
+    assert verdicts(replayed(run, 6)) == ["equal", "differs", "equal"]
 
 
 def test_a_bundle_is_opened_without_the_run(grpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +145,8 @@ def test_a_bundle_is_opened_without_the_run(grpo: Path, tmp_path: Path, capsys: 
         replaying.main([str(bundle), "--result", str(tmp_path / "result.json")])
     finally:
         hidden.rename(grpo)
+    with zipfile.ZipFile(bundle) as file:
+        assert str(grpo.parent).encode() not in b"".join(map(file.read, file.namelist()))
     result = json.loads((tmp_path / "result.json").read_text())
     assert [(step["step"], step["verdict"]) for step in result["steps"]] == [(4, "equal"), (5, "equal")]
 
@@ -262,7 +270,7 @@ def test_other_versions_are_named_before_the_replay_goes_on(grpo: Path, tmp_path
     with pytest.raises(ConfigError, match=r"torch 0\.1 there, .* here\)\. any_versions=true"):
         replaying.main([str(run), "--step", "4"])
     result = replayed(run, 4, any_versions=True)
-    assert [step.verdict for step in result.steps] == ["equal"]
+    assert verdicts(result) == ["equal"]
     assert any("torch 0.1 there" in note for note in result.notes)
 
 
@@ -275,7 +283,7 @@ def test_a_bundle_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     tree |= {"headers": {"Authorization": ["planted-4"], "password": {"of": "planted-5"}, "hf_token": 7_654_321}}
     tree |= {"path": "s3://bucket/x?signature=planted-6", "note": "hf_plantedplantedplanted", "num_valid_tokens": 3}
-    clean = without_secrets(tree)
+    clean = public(tree, has_prompts=True)
     assert "7654321" not in json.dumps(clean)
     assert clean["num_valid_tokens"] == 3
     assert "planted" not in json.dumps(clean)
@@ -291,7 +299,7 @@ def test_an_untouched_run_that_was_resumed_passes(grpo: Path) -> None:
     findings = auditing.audit(AuditConfig(run=str(grpo), code=str(grpo.parent / "score.py")))
     assert findings.found == []
     assert findings.notes == []
-    checked = {auditing.ADVANTAGES, auditing.LOSSES, auditing.METRICS, auditing.REPLAYED, auditing.HASHES, "rewards"}
+    checked = {auditing.ADVANTAGES, auditing.LOSSES, auditing.OF_ROLLOUTS, REPLAYED, auditing.HASHES, "rewards"}
     assert checked <= findings.checked.keys()
     chain = read_chain(grpo)
     assert chain is not None
@@ -375,6 +383,12 @@ def test_the_commands_of_the_page_work(grpo: Path, tmp_path: Path, monkeypatch: 
     assert json.loads(Path("runs/grpo/audit.json").read_text())["passed"]
 
 
+def batch_of(run: Path, step: int) -> RecordedBatch:
+    reader = RecordReader(run)
+    reader.refresh()
+    return read_batch(reader, step)
+
+
 def damage(rows: list[dict[str, Any]], **change: Any) -> None:
     others = dict(rows[4]["others"])
     rows[4]["others"] = [*(others | {"rewards": others["rewards"] | change}).items()]
@@ -397,7 +411,7 @@ def test_a_damaged_value_is_named_by_replay_and_audit(change: dict[str, Any], gr
     shutil.copytree(grpo, run)
     edit(run / "record" / "train-00000004.tokens.parquet", lambda rows: damage(rows, **change))
     with pytest.raises(DataError, match=r"step 4.*damaged"):
-        read_batch(run, 4)
+        batch_of(run, 4)
     found = found_in(run, replay="none")
     assert any("step 4: it cannot be checked" in each for each in found), found
 
@@ -407,18 +421,102 @@ def test_an_audit_names_what_a_hostile_chain_holds(grpo: Path, tmp_path: Path) -
     shutil.copytree(grpo, run)
     (run / "metrics.jsonl").unlink()
     odd = {
-        "record": {"/etc/passwd": "x", "../../a": "x", "a\0b": "x"},
+        "record": {"../../a": "x"},
+        "models": {"/etc/passwd": "x"},
         "code": {"a\0b.py": 1},
         "metrics": {"bytes": "9"},
     }
+    begins = {"kind": "resume", "previous": "", "options": {"trainer": 1}, "devices": 7, "code": 3}
+    links: list[Any] = [odd, odd | {"previous": ""}, [], {"previous": 3, "record": [1]}, begins]
+    links += [begins | {"step": float("inf")}, {"previous": "", "record": {"a\0b": "x"}}]
     with (run / "chain.jsonl").open("a") as file:
-        file.writelines(
-            f"{json.dumps(link)}\n" for link in (odd, odd | {"previous": ""}, [], {"previous": 3, "record": [1]})
-        )
+        file.writelines(f"{json.dumps(link)}\n" for link in links)
     found = found_in(run, replay="none")
     assert any("metrics.jsonl: a line was changed, added or removed" in each for each in found)
-    assert sum("leads out" in each for each in found) == 3
-    assert sum("chain.jsonl line" in each for each in found) >= 4
+    assert sum("leads out" in each for each in found) == 2
+    assert sum("chain.jsonl line" in each for each in found) >= 6
+
+
+def test_a_forged_chain_switches_no_check_off(grpo: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(grpo, run)
+    edit(run / "record" / "train-00000004.tokens.parquet", set_advantage)
+    chain = read_chain(grpo)
+    assert chain is not None
+    facts = chain.begins[-1]["options"]
+    other = json.loads(json.dumps(facts).replace("0.001", "0.002"))
+    (run / "chain.jsonl").unlink()
+    writer = ChainWriter(run, None)
+    writer.begin(0, None, {"options": other})
+    writer.begin(5, "state/step-5", {"options": facts, "config": hash_file(run / "config.yaml")})
+    found = found_in(run)
+    assert any("record, step 4" in each and "advantage" in each for each in found), found
+    assert any("state/step-6: weights" in each for each in found), found
+    assert not any("config.yaml" in each for each in found)
+
+
+def test_a_file_that_was_changed_while_the_run_was_stopped_stays_named(grpo: Path, tmp_path: Path) -> None:
+    run, name = tmp_path / "run", "record/train-00000002.rows.parquet"
+    shutil.copytree(grpo, run)
+    chain = read_chain(run)
+    assert chain is not None
+    edit(run / name, lambda rows: rows[0].update(item="another"))
+    for changed in ([name], []):
+        writer = ChainWriter(run, 6)
+        assert [*writer.changed] == changed
+        writer.begin(6, "state/step-6", {key: chain.begins[-1][key] for key in ("options", "config", "versions")})
+        writer.append({"kind": "end", "step": 6})
+    assert found_in(run, replay="none") == [
+        f"{name}: it was changed or removed while the run was stopped, before it went on at step 6"
+    ]
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(grpo: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(grpo, run)
+    edit(run / "record" / "train-00000004.tokens.parquet", lambda rows: rows[4]["ids"].__setitem__(2, 10**6))
+    with pytest.raises(DataError, match=r"step 4, row \d+, token 2: input_ids has 1000000"):
+        replayed(run, 4)
+    found = found_in(run)
+    assert any("step 4" in each and "tokens [2] have ids that are not in the vocabulary" in each for each in found)
+    assert any(each.startswith("steps 4 to 6: ") for each in found), found
+
+
+def test_values_of_the_environment_are_kept_unless_they_may_be_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_RATE", "0.00125")
+    monkeypatch.setenv("PLANTED_PROJECT", "planted-project-key")
+    given = {"actor.lr": "${oc.decode:${oc.env:PLANTED_RATE}}", "trainer.project": "${oc.env:PLANTED_PROJECT}"}
+    run = train(tmp_path, "sft", 7, **given)
+    for path in run.rglob("*"):
+        assert not path.is_file() or b"planted-project-key" not in path.read_bytes(), path
+    assert "oc.env:PLANTED_RATE" in (run / "config.yaml").read_text()
+    monkeypatch.delenv("PLANTED_RATE")
+    assert verdicts(replayed(run, 7)) == ["equal"] * 7
+    (run / "chain.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"set them, and add variables=\[PLANTED_PROJECT, PLANTED_RATE\]"):
+        replayed(run, 7)
+    monkeypatch.setenv("PLANTED_RATE", "0.00125")
+    assert verdicts(replayed(run, 7, variables=["PLANTED_RATE"])) == ["equal"] * 7
+
+
+@pytest.mark.parametrize(
+    ("key", "source", "value", "is_kept"),
+    [
+        ("actor.lr", "${oc.decode:${oc.env:RATE}}", 1e-3, True),
+        ("data.path", "${oc.env:DATA}/rows.jsonl", "/data/rows.jsonl", True),
+        ("data.path", "${oc.env:DATA}", "https://me:planted@host/rows.jsonl", False),
+        ("actor.model_name", "${oc.env:MODEL}", "hf_plantedplantedplanted", False),
+        ("actor.model_name", "${oc.env:HF_TOKEN}", "model", False),
+        ("reward.judge.api_key", "${oc.env:JUDGE}", 1234567, False),
+        ("rollout.env_config.user", "${oc.env:NAME}", "anything", False),
+    ],
+)
+def test_a_value_of_the_environment_is_kept_if_a_step_needs_it(
+    key: str, source: str, value: object, is_kept: bool
+) -> None:
+    assert is_shown(key, source, value) is is_kept
 
 
 @pytest.mark.nightly
@@ -426,18 +524,22 @@ def test_a_run_that_was_resumed_with_other_options_contradicts_nothing(tmp_path:
     how: dict[str, Any] = {"trainer.save_freq": 1, "trainer.keep": 9, "actor.update_per_rollout": 1}
     train(tmp_path, "grpo", 2, **how)
     run = train(tmp_path, "grpo", 3, **how, **{"actor.lr": 2e-3, "trainer.load_ckpt_from": "latest"})
-    with pytest.raises(ConfigError, match="step 2: the run had other options up to step 2"):
-        replayed(run, 2)
-    assert [step.verdict for step in replayed(run, 3).steps] == ["equal"]
-    findings = auditing.audit(AuditConfig(run=str(run)))
-    assert findings.found == []
-    assert any("other options up to step 2" in note for note in findings.notes)
+    assert [verdicts(replayed(run, step)) for step in (2, 3)] == [["equal"], ["equal"]]
+    report = auditing.audit(AuditConfig(run=str(run)))
+    assert report.found == []
+    assert [report.verdict(step) for step in (1, 2, 3)] == ["equal"] * 3
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "state" / "step-2")
+    assert verdicts(replayed(copy, 3)) == ["equal", "equal"], "each with the options of its time"
+    with pytest.raises(ConfigError, match="other options after step 2, of which there is no checkpoint"):
+        replaying.main([str(copy), "--step", "3", "--bundle", str(tmp_path / "step.zip")])
     began = train(
         tmp_path, "lora", 3, **how, **{"actor.lora": None, "trainer.load_ckpt_from": str(run / "state/step-2")}
     )
     result = replayed(began, 3)
     assert str(run / "state/step-2") in result.start
-    assert [step.verdict for step in result.steps] == ["equal"]
+    assert verdicts(result) == ["equal"]
 
 
 def test_a_step_that_the_run_never_made_is_named(grpo: Path) -> None:
@@ -456,8 +558,8 @@ def test_a_run_that_was_ahead_and_interrupted_is_made_again(tmp_path: Path) -> N
     train(tmp_path, "grpo", 10, **ahead, **{"actor.update_per_rollout": 1})
     run = train(tmp_path, "grpo", 20, **ahead, **{"actor.update_per_rollout": 1, "trainer.keep": 9})
     result = replayed(run, 20)
-    assert {step.verdict for step in result.steps} == {"equal"}
-    assert [step.step for step in result.steps] == list(range(16, 21))
+    assert {*verdicts(result)} == {"equal"}
+    assert [*result.steps] == list(range(16, 21))
     assert found_in(run) == []
 
 
@@ -467,11 +569,11 @@ def test_a_run_of_two_ranks_is_made_again_in_one_process(kind: str, tmp_path: Pa
     own = {"data.batch_size": 5, "trainer.n_epochs": 4} if kind == "sft" else {}
     run = train(tmp_path, kind, 20, **own, num_devices=2, launcher="ray")
     result = replayed(run, 20)
-    assert all(step.verdict != "differs" for step in result.steps)
-    weights = [each for each in result.steps[-1].comparisons if each.name == "weights"]
+    assert "differs" not in verdicts(result)
+    weights = [each for each in result.steps[20] if each.name == "weights"]
     assert weights[0].difference <= 1e-6
     own_layout = replayed(run, 20, layout="own")
-    assert {step.verdict for step in own_layout.steps} == {"equal"}
+    assert {*verdicts(own_layout)} == {"equal"}
 
 
 @pytest.mark.parametrize(
@@ -488,7 +590,7 @@ def test_options_of_a_run_read_nothing_from_the_environment(
 ) -> None:
     monkeypatch.setenv("PLANTED", "planted-value")
     found = OmegaConf.to_container(
-        OmegaConf.create(_literal({"text": text, "b": "other", "same": "${b}"})), resolve=True
+        OmegaConf.create(literal({"text": text, "b": "other", "same": "${b}"})), resolve=True
     )
     assert isinstance(found, dict)
     assert "planted-value" not in found["text"]

@@ -4,7 +4,7 @@
     rlite audit runs/grpo --code my.py           also the rewards, by the functions of this file
     rlite audit runs/grpo replay=none            only what needs no forward pass
 
-It needs no GPU and none of the processes that made the run.
+It needs no GPU and none of the processes that made the run. What the chain of hashes says decides no other check.
 """
 
 from __future__ import annotations
@@ -23,35 +23,38 @@ from rlite import config, files
 from rlite.algorithms import Mean, TokenLogprobs, is_selective, next_token
 from rlite.assembly.proof.bundle import open_source
 from rlite.assembly.proof.chained import device_facts, versions
-from rlite.assembly.proof.comparison import Comparison, compare, compare_numbers
-from rlite.assembly.proof.findings import Findings
+from rlite.assembly.proof.comparison import compare_numbers, compare_rows
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
-from rlite.assembly.proof.replay import Replay, replay, replaying
+from rlite.assembly.proof.replay import replay, replaying
+from rlite.assembly.proof.report import REPLAYED, Report
 from rlite.assembly.proof.rewards import RewardChecks
-from rlite.assembly.proof.rollouts import IN_BATCH, RolloutChecks, SequenceChecks, place_of
-from rlite.assembly.proof.source import Source, columns_of
-from rlite.assembly.proof.trainers import RecordedWorkflow
+from rlite.assembly.proof.rollouts import IN_BATCH, LEDGER, RolloutChecks, Row, SequenceChecks, place_of
+from rlite.assembly.proof.source import Source
+from rlite.assembly.proof.trainers import RecordedWorkflow, RunOfTrainer, columns_of
 from rlite.assembly.rl import PartsMaker
 from rlite.batch import NAMED_REWARD
 from rlite.data.packs import lazy_pack, with_keys
-from rlite.errors import CheckpointError, ConfigError, DataError, RliteError, writing
+from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
 from rlite.evaluation.metrics import Sample, summary
 from rlite.nn.pretrained import load_tokenizer
 from rlite.runtime.storage.atomic import verify
 from rlite.services.console.terminal import ConsoleReporter
-from rlite.services.record.batches import DamagedBatch, RecordedBatch, read_batch
-from rlite.services.record.chain import Folded, hash_file, metrics_prefix
+from rlite.services.record.batches import DAMAGED, DamagedBatch, RecordedBatch
+from rlite.services.record.chain import METRICS, Folded, hash_file
 from rlite.services.record.files import TRAIN, read_gaps
-from rlite.services.record.reader import RecordReader
 from rlite.services.record.recorder import TokenTexts
+from rlite.services.record.writer import MAX_PENDING
 from rlite.trainer.held_out import prefixed
-from rlite.trainer.rl.rollouts import SAID_ONCE, Generated, trajectory_rewards
+from rlite.trainer.rl.rollouts import SAID_ONCE, Generated
 from rlite.trainer.run.checkpoints import steps_of
+from rlite.trainer.run.folder import CHAIN, CONFIG
+from rlite.yaml_texts import differences, flat, some_of
 
 RESULT = "audit.json"
 """file in the run's folder that the viewer shows"""
-HASHES, ADVANTAGES, LOSSES, METRICS = "hashes", "advantages", "losses and their metrics", "metrics of rollouts"
-EVALUATIONS, REPLAYED, FILES = "metrics of evaluations", "steps made again", "files of the record"
+HASHES, ADVANTAGES, LOSSES, OF_ROLLOUTS = "hashes", "advantages", "losses and their metrics", "metrics of rollouts"
+EVALUATIONS, FILES = "metrics of evaluations", "files of the record"
+READ_BY_ADVANTAGES = ("values", "ref_logprobs", "old_logprobs", "full_old_logprobs")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -62,98 +65,92 @@ def main(argv: Sequence[str]) -> None:
         DataError: something contradicts what the rest implies.
     """
     options = config.load(AuditConfig, AuditConfig.arguments(list(argv)))
-    if not Path(options.run).expanduser().is_dir():
+    folder = Path(options.run).expanduser()
+    if not folder.is_dir():
         raise ConfigError(f"{options.run}: an audit needs the folder of the run; `rlite replay` opens a bundle")
-    findings = audit(options)
-    console = ConsoleReporter()
-    console.report("checked", {name: f"{count:,}" for name, count in findings.checked.items()})
-    if findings.notes:
-        console.warn("not checked", [("", note) for note in findings.notes])
-    if findings.found:
-        console.alarm(f"{len(findings.found)} contradictions", list(findings.lines(options.max_problems)))
-    content = json.dumps(findings.as_json(), indent=2).encode()
-    for path in {Path(options.run).expanduser() / RESULT, *([Path(options.result)] if options.result else [])}:
-        with writing(path):
-            files.replace(path, content)
-    if findings.found:
-        place, problem = findings.found[0]
-        raise DataError(f"{options.run}: {len(findings.found)} contradictions, the first one at {place}: {problem}")
+    report, console = audit(options), ConsoleReporter()
+    console.report("checked", {name: f"{count:,}" for name, count in report.checked.items()})
+    if report.notes:
+        console.warn("not checked", [("", note) for note in report.notes])
+    if report.found:
+        left = len(report.found) - options.max_problems
+        more = [("", f"and {left} more")] if left > 0 else []
+        console.alarm(f"{len(report.found)} contradictions", [*report.found[: options.max_problems], *more])
+    report.write(folder / RESULT, *([Path(options.result).expanduser()] if options.result else []))
+    if report.found:
+        place, problem = report.found[0]
+        raise DataError(f"{options.run}: {len(report.found)} contradictions, the first one at {place}: {problem}")
 
 
-def audit(options: AuditConfig) -> Findings:
+def audit(options: AuditConfig) -> Report:
     """Return what an audit of a run finds.
 
     Raises:
         ConfigError: the folder holds no run.
     """
-    findings = Findings()
-    with open_source(ReplayConfig(run=options.run, code=options.code, any_versions=True)) as source:
-        chain = source.chain
-        check_chain(source, chain, findings)
+    given = ReplayConfig(run=options.run, code=options.code, variables=options.variables, any_versions=True)
+    with open_source(given) as source:
+        report = Report(notes=[*source.notes])
+        with report.checking(HASHES, CHAIN):
+            check_chain(source, report)
+        sequences = SequenceChecks(report, texts_of(source, report), source.vocabulary)
         if source.run.is_rl:
-            RlAudit(source, findings, options).check(has_ended=chain is not None and chain.last.get("kind") == "end")
-        check_evaluations(source, findings, texts_of(source, findings), has_chain=chain is not None)
+            RlAudit(source, report, given, sequences).check()
+        check_evaluations(source, report, sequences)
+        for name, text in source.reader.problems.items():
+            report.expect(False, FILES, f"record/{name}", text)
         if options.replay == "checkpoints":
-            check_replay(source, findings, options, is_exact=source.is_one_device and is_same_machine(chain))
+            check_replay(source, report, given)
         else:
-            findings.note("no step was made again (replay=none): weights and gradient norms are not checked")
-    return findings
+            report.note("no step was made again (replay=none): weights and gradient norms are not checked")
+    return report
 
 
-def check_chain(source: Source, chain: Folded | None, findings: Findings) -> None:
+def check_chain(source: Source, report: Report) -> None:
     """Check the files of a run against its chain of hashes, and its checkpoints against their manifests.
 
     Args:
         source: the run.
-        chain: content of its chain; None if it has none.
-        findings: takes contradictions.
+        report: takes contradictions.
     """
-    folder, expect = source.folder, findings.expect
+    folder, chain = source.folder, source.chain
+
+    def expect(holds: bool, place: str, told: str) -> None:
+        report.expect(holds, HASHES, place, told)
+
     for path in sorted((folder / "state").glob("step-*")):
-        try:
+        with report.checking(HASHES, f"state/{path.name}"):
             verify(path)
-            findings.checked[HASHES] += 1
-        except CheckpointError as error:
-            expect(False, HASHES, f"state/{path.name}", str(error))
+            report.checked[HASHES] += 1
     if chain is None:
-        findings.note("the run has no chain.jsonl: an earlier version of rlite made it, or the chain was removed")
+        report.note("the run has no chain.jsonl: an earlier version of rlite made it, or the chain was removed")
         return
     for text in chain.breaks:
-        expect(False, HASHES, "chain.jsonl", text)
-    places = {
-        "record": lambda name: folder / "record" / name,
-        "checkpoints": lambda name: folder / "state" / name / "manifest.json",
-        "models": lambda name: folder / name,
-    }
-    for part, entries in chain.entries.items():
-        for name, value in entries.items():
-            path = places[part](name)
-            if "\0" in name or not files.is_inside(path, folder):
-                expect(False, HASHES, "chain.jsonl", f"it names {name!r}, {files.LEADS_OUT}")
-                continue
-            found = hash_file(path)
+        expect(False, CHAIN, text)
+    for name, step in chain.changed.items():
+        expect(False, name, f"it was changed or removed while the run was stopped, before it went on at step {step}")
+    for _, name, value in chain.files():
+        if files.is_inside(folder / name, folder):
+            found = hash_file(folder / name)
             told = "it was removed" if found is None else "its hash is not that of the chain: it was changed"
-            expect(found == value, HASHES, str(path.relative_to(folder)), told)
-    there = {path.name for path in (folder / "record").glob("*.parquet")}
-    for name in sorted(there - chain.entries["record"].keys()):
-        expect(
-            chain.last.get("kind") != "end", HASHES, f"record/{name}", "the chain does not know this file: it was added"
-        )
-    wanted = hash_file(folder / "config.yaml")
-    expect(wanted == chain.last_config, HASHES, "config.yaml", "its hash is not that of the chain: it was changed")
-    if chain.metrics:
-        size = (files.stamp(folder / "metrics.jsonl") or (0, 0))[1]
-        known = chain.metrics.get("bytes")
-        known = known if isinstance(known, int) else 0
-        is_same = metrics_prefix(folder, known) == chain.metrics.get("sha256", "")
-        expect(is_same, HASHES, "metrics.jsonl", "a line was changed, added or removed: its hash is not the chain's")
-        is_longer = chain.last.get("kind") == "end" and size > known
-        expect(not is_longer, HASHES, "metrics.jsonl", "lines were added after the end of the run")
+            expect(found == value, name, told)
+        else:
+            expect(False, CHAIN, f"it names {name!r}, {files.LEADS_OUT}")
+    there = {f"record/{path.name}" for path in (folder / "record").glob("*.parquet")} if chain.has_ended else set()
+    for name in sorted(there - {name for _, name, _ in chain.files()}):
+        expect(False, name, "the chain does not know this file: it was added")
+    begin = chain.begins[-1] if chain.begins else {}
+    is_same = hash_file(folder / CONFIG) == begin.get("config")
+    expect(is_same, CONFIG, "its hash is not that of the chain: it was changed")
+    if isinstance(kept := begin.get("options"), dict):
+        different = differences(dict(flat(json.loads(json.dumps(source.run.saved)))), dict(flat(kept)))
+        expect(not different, CONFIG, f"its options are not those of the chain: {some_of(different)}")
+    expect(not (fault := chain.fault_of_metrics(folder)), METRICS, fault)
     for kind in ("code", "data"):
-        for name, value in chain.first.get(kind, {}).items():
+        for name, value in (chain.begins[0].get(kind, {}) if chain.begins else {}).items():
             now = hash_file(Path(name.rpartition(":")[0] if ".py:" in name else name).expanduser())
             if now != value:
-                findings.note(f"{kind} {name}: {'not there' if now is None else 'changed'} since the run began")
+                report.note(f"{kind} {name}: {'not there' if now is None else 'changed'} since the run began")
 
 
 class RlAudit:
@@ -161,194 +158,153 @@ class RlAudit:
 
     Args:
         source: the run.
-        findings: takes contradictions.
-        options: options of the command.
+        report: takes contradictions.
+        options: options of the replays.
+        sequences: checks sequences of tokens.
     """
 
-    def __init__(self, source: Source, findings: Findings, options: AuditConfig) -> None:
-        self._source, self._findings = source, findings
-        self._rewards = None if options.code is None else RewardChecks(source, options.code, findings)
-        self._own = source.run.options(source.folder, options.code, False)
-        self._maker = PartsMaker(self._own)
-        self._reader = RecordReader(source.folder)
-        self._reader.refresh()
+    def __init__(self, source: Source, report: Report, options: ReplayConfig, sequences: SequenceChecks) -> None:
+        self._source, self._report, self._code, self._sequences = source, report, options.code, sequences
+        self._rewards = None if options.code is None else RewardChecks(source, options.code, report)
+        self._rows = RolloutChecks(report)
+        self._makers: dict[RunOfTrainer, PartsMaker] = {}
 
-    @property
-    def _is_in_turns(self) -> bool:
-        """True if each step was generated while nothing was trained, so that all its rollouts have rows in it."""
-        return not self._source.run.saved["rollout"].get("max_head_offpolicyness")
+    def _maker(self, step: int) -> PartsMaker:
+        """Return what makes the parts of a trainer with the options of a step."""
+        run = self._source.run_at(step)
+        if run not in self._makers:
+            self._makers[run] = PartsMaker(run.options(self._source.folder, self._code, False))
+        return self._makers[run]
 
-    def check(self, has_ended: bool) -> None:
-        """Check all recorded steps.
-
-        Args:
-            has_ended: the run has ended by itself; one that was killed has logged steps that are not recorded.
-        """
-        if TRAIN not in self._reader.sources:
-            self._findings.note("the run kept no record of its rollouts: trainer.record=sample or all would have")
+    def check(self) -> None:
+        """Check all recorded steps."""
+        source, report, reader = self._source, self._report, self._source.reader
+        if TRAIN not in reader.sources:
+            report.note("the run kept no record of its rollouts: trainer.record=sample or all would have")
             return
-        for gap in read_gaps(self._source.folder):
-            self._findings.note(f"record: {gap}")
-        checks, sequences = self._checks()
-        steps = sorted(set(self._reader.table(TRAIN)["step"].to_pylist()))
-        logged = sorted(step for step in self._source.logged_steps if step > 0)
+        gaps = read_gaps(source.folder)
+        for gap in gaps:
+            report.note(f"record: {gap}")
+        steps = sorted(set(reader.table(TRAIN)["step"].to_pylist()))
+        logged = sorted(step for step in source.metrics if step > 0)
         for step in steps:
-            rows = self._reader.rollouts(TRAIN, step)
+            rows = reader.rollouts(TRAIN, step)
             if logged and step > logged[-1] and not any(row["status"] in IN_BATCH for row in rows):
                 continue  # what was under way when the run ended
-            with self._findings.checking(FILES, f"record, step {step}"):
-                checks.rows(step, rows)
-                self._tokens(step, rows, sequences)
-                if step > self._source.changed_after:
-                    self._step(step, rows)
-                else:
-                    told = f"the run had other options up to step {self._source.changed_after}"
-                    self._findings.note(f"{told}: advantages, losses and metrics of these steps are not computed again")
-        missing = [step for step in logged if step not in steps]
-        if not read_gaps(self._source.folder):
-            for step in missing:
-                if has_ended or step <= max(steps_of(self._source.folder / "state"), default=0):
-                    self._findings.expect(False, FILES, "record", f"there are no rollouts of step {step}")
-                else:
-                    self._findings.note(f"step {step} is not recorded: the run was killed, and has not been resumed")
-        for name, text in self._reader.problems.items():
-            self._findings.expect(False, FILES, f"record/{name}", text)
+            options = self._maker(step).options
+            with report.checking(FILES, f"record, step {step}"):
+                bound = int(source.run_at(step).saved["rollout"].get("max_head_offpolicyness") or 0)
+                self._rows.rows(step, rows, options, bound)
+                self._tokens(step, rows)
+                self._step(step, rows, is_in_turns=not bound)
+        written = max([*steps_of(source.folder / "state"), *(step - MAX_PENDING for step in logged[-1:])], default=0)
+        for step in [step for step in logged if step not in steps and not any(step in gap for gap in gaps)]:
+            if step <= written or (source.chain is not None and source.chain.has_ended):
+                report.expect(False, FILES, "record", f"there are no rollouts of step {step}")
+            else:
+                report.note(f"step {step} is not recorded: the run was killed, and has not been resumed")
 
-    def _checks(self) -> tuple[RolloutChecks, SequenceChecks]:
-        saved, own = self._source.run.saved, self._own
-        weights = {name or "reward": reward.weight for name, reward in own.reward.items()}
-        weights = weights if len(weights) > 1 else {}
-        texts = texts_of(self._source, self._findings)
-        bound = int(saved["rollout"].get("max_head_offpolicyness") or 0)
-        return RolloutChecks(self._findings, own, weights, bound), SequenceChecks(self._findings, texts)
-
-    def _tokens(self, step: int, rows: Sequence[Mapping[str, Any]], checks: SequenceChecks) -> None:
+    def _tokens(self, step: int, rows: Sequence[Row]) -> None:
+        reader = self._source.reader
         sequences: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        others = {self._key(row): row.get("others") for row in self._reader.batch_rows(step)}
-        for sequence in self._reader.tokens(TRAIN, step):
-            sequence["others"] = others.get(self._key(sequence))
+        others = {_key(row): row.get("others") for row in reader.batch_rows(step)}
+        for sequence in reader.tokens(TRAIN, step):
+            sequence["others"] = others.get(_key(sequence))
             sequences.setdefault((sequence["group"], sequence["sample"]), []).append(sequence)
         by_place = {(row["group"], row["sample"]): row for row in rows}
         for place, own in sequences.items():
             told = "the record has tokens of a rollout that has no row"
-            self._findings.expect(
-                place in by_place, "fates of rollouts", f"record, step {step}, group {place[0]}", told
-            )
+            self._report.expect(place in by_place, LEDGER, f"record, step {step}, group {place[0]}", told)
             if place in by_place:
-                checks.tokens(by_place[place], own)
+                self._sequences.tokens(by_place[place], own)
         if self._rewards is not None:
             self._rewards.check(sequences, by_place)
 
-    @staticmethod
-    def _key(sequence: Mapping[str, Any]) -> tuple[int, int, int]:
-        return sequence["group"], sequence["sample"], sequence["sequence"]
-
-    def _step(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _step(self, step: int, rows: Sequence[Row], is_in_turns: bool) -> None:
         """Compute the advantages, losses and metrics of a step again from its tokens."""
-        line, own = self._source.metrics(step), self._own
-        trained = [row for row in rows if row["status"] in IN_BATCH]
+        source, line = self._source, self._source.metrics.get(step)
+        trained = [row["reward"] for row in rows if row["status"] in IN_BATCH and row["reward"] is not None]
         if line is not None and trained:
-            mean = torch.tensor([row["reward"] for row in trained if row["reward"] is not None]).double().mean()
-            self._metric(step, line, "reward_trained", mean.item())
-            if self._is_in_turns or self._source.is_complete(step):
-                for name, value in metrics_of_rows(rows).items():
-                    self._metric(step, line, name, value)
+            self._metrics(step, line, {"reward_trained": math.fsum(trained) / len(trained)})
+            if is_in_turns or source.is_complete(step):
+                self._metrics(step, line, metrics_of_rows(rows))
         try:
-            batch = read_batch(self._source.folder, step)
+            batch = source.recorded(step)
         except DamagedBatch as error:
-            self._findings.expect(False, FILES, f"record, step {step}", str(error))
+            self._report.expect(False, FILES, f"record, step {step}", str(error))
             return
         except DataError as error:
-            self._findings.note(f"advantages and losses of some steps are not computed again: {error}")
+            self._report.note(f"advantages and losses of some steps are not computed again: {error}")
             return
-        if line is not None:
-            self._of_rollouts(step, line, batch, rows)
-        if own.kl.adaptive_target is not None and own.kl.type in ("reward", "advantage"):
-            self._findings.note("kl.adaptive_target: the weight of the KL is not known, so advantages are not computed")
-        else:
-            self._advantages(step, batch)
+        if line is not None and all(row["status"] in IN_BATCH for row in rows):
+            made = batch.given["versions"]
+            oldest = made.masked_fill(made < 0, step - 1).amin(1).clamp(max=step - 1)
+            self._metrics(step, line, {"rollout/staleness": (step - 1 - oldest).double().mean().item()})
+        self._advantages(step, batch)
         if line is not None:
             self._losses(step, line, batch)
 
-    def _of_rollouts(self, step: int, line: Mapping[str, float], batch: RecordedBatch, rows: Sequence[Any]) -> None:
-        self._metric(step, line, "reward_trained", trajectory_rewards(batch.given).mean().item())
-        versions = batch.given["versions"]
-        oldest = versions.masked_fill(versions < 0, torch.iinfo(torch.int64).max).amin(1)
-        if all(row["status"] in IN_BATCH for row in rows):
-            age = (step - 1 - oldest.clamp(max=step - 1)).double().mean().item()
-            self._metric(step, line, "rollout/staleness", age)
-
     def _advantages(self, step: int, batch: RecordedBatch) -> None:
-        seats = int(batch.given["seat_ids"].max()) + 1 if "seat_ids" in batch.given else 1
-        workflow = RecordedWorkflow(self._own.rollout.train_sampling_params.gconfig(), seats)
-        known = {key: value for key, value in batch.made.items() if key in _READ_BY_ADVANTAGES}
-        again = self._maker.advantages(workflow)(with_keys(batch.given, **known), kl_coef=self._own.kl.coef)
-        place = f"record, step {step}"
-        found = self._compare("advantages", batch.made["advantages"], again["advantages"])
-        self._findings.expect_near(found, ADVANTAGES, place)
-        if "returns" in batch.made and "returns" in again:
-            found = self._compare("returns", batch.made["returns"], again["returns"])
-            self._findings.expect_near(found, ADVANTAGES, place)
-
-    def _compare(self, name: str, kept: Tensor, again: Tensor) -> Comparison:
-        again = torch.where(kept.isnan(), kept, again) if kept.shape == again.shape else again
-        return compare(f"{name} of tokens", kept, again, [f"row {row}" for row in range(len(kept))])
+        maker, place = self._maker(step), f"record, step {step}"
+        kl = maker.options.kl
+        if kl.adaptive_target is not None and kl.type in ("reward", "advantage"):
+            self._report.note("kl.adaptive_target: the weight of the KL is not known, so advantages are not computed")
+            return
+        workflow = RecordedWorkflow(maker.options.rollout.train_sampling_params.gconfig(), batch.given)
+        known = {key: value for key, value in batch.made.items() if key in READ_BY_ADVANTAGES}
+        again = maker.advantages(workflow)(with_keys(batch.given, **known), kl_coef=kl.coef)
+        for name in [name for name in ("advantages", "returns") if name in batch.made and name in again]:
+            self._report.compare(compare_rows(name, batch.made[name], again[name]), ADVANTAGES, place)
 
     def _losses(self, step: int, line: Mapping[str, float], batch: RecordedBatch) -> None:
         """Compute the loss of one update again from recorded log-probabilities."""
-        own, made = self._own, batch.made
+        own, made, loss = self._maker(step).options, batch.made, self._maker(step).policy_loss()
         logprobs = made.get("trained_logprobs", made["trainer_logprobs"])
-        is_known = not made["entropy"].isnan().any() and not logprobs.isnan().any()
-        if (
-            own.actor.update_per_rollout != 1
-            or step <= own.actor.freeze_steps
-            or is_selective(self._maker.policy_loss().configured)
-            or not is_known
-        ):
-            self._findings.note(
-                "losses of several updates, or of a loss that selects tokens, are compared by replay alone"
-            )
+        is_unknown = bool(made["entropy"].isnan().any() or logprobs.isnan().any())
+        is_one = own.actor.update_per_rollout == 1 and step > own.actor.freeze_steps
+        if not is_one or is_unknown or is_selective(loss.configured):
+            self._report.note("losses of several updates, or of a loss that selects tokens, are replayed alone")
+            return
+        if loss.kl_coef and ("kept_counts" in batch.given or own.kl.adaptive_target is not None):
+            self._report.note("losses with a KL over more than the kept ids, or an adaptive weight, are replayed alone")
             return
         columns = {key: value for key, value in made.items() if key in ("old_logprobs", "ref_logprobs")}
         joined = with_keys(batch.given, advantages=made["advantages"], **columns)
         data = lazy_pack(columns_of(joined), range(len(batch.given)), torch.device("cpu"))
-        cu_seqlens = data["cu_seqlens"]
-        packed = [next_token(value[batch.given["attention_mask"]], cu_seqlens) for value in (logprobs, made["entropy"])]
-        loss = self._maker.policy_loss()
-        if loss.kl_coef and ("kept_counts" in batch.given or own.kl.adaptive_target is not None):
-            self._findings.note(
-                "losses with a KL over more than the kept ids, or with an adaptive weight, are replayed"
-            )
-            return
+        mask = batch.given["attention_mask"]
+        packed = [next_token(value[mask], data["cu_seqlens"]) for value in (logprobs, made["entropy"])]
         value, metrics = loss(TokenLogprobs(*packed), data)
-        found = {"loss": value.item()} | {key: each.item() for key, each in metrics.items() if isinstance(each, Mean)}
-        for name, number in found.items():
-            self._metric(step, line, name, number, LOSSES)
+        means = {key: each.item() for key, each in metrics.items() if isinstance(each, Mean)}
+        self._metrics(step, line, {"loss": value.item(), **means}, LOSSES)
 
-    def _metric(self, step: int, line: Mapping[str, float], name: str, value: float, check: str = METRICS) -> None:
-        if name in line:
-            found = compare_numbers(name, line[name], value)
-            self._findings.expect_near(found, check, f"metrics.jsonl, step {step}")
+    def _metrics(
+        self, step: int, line: Mapping[str, float], again: Mapping[str, float], check: str = OF_ROLLOUTS
+    ) -> None:
+        for name in [name for name in again if name in line]:
+            compared = compare_numbers(name, line[name], again[name])
+            self._report.compare(compared, check, f"{METRICS}, step {step}")
 
 
-def metrics_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _key(sequence: Row) -> tuple[int, int, int]:
+    return sequence["group"], sequence["sample"], sequence["sequence"]
+
+
+def metrics_of_rows(rows: Sequence[Row]) -> dict[str, float]:
     """Return the metrics of the rollouts of a step from their rows; see `rlite.trainer.rl.rollouts.Generated`."""
-    made = [row for row in rows if row["reward"] is not None]
-    generated = Generated()
-    lengths = torch.tensor([row["response_tokens"] for row in made])
+    if not (made := [row for row in rows if row["reward"] is not None]):
+        return {}
     columns: dict[str, Tensor] = {
-        "loss_mask": torch.arange(int(lengths.max()) if len(made) else 0) < lengths[:, None],
+        "loss_mask": torch.tensor([[row["response_tokens"]] for row in made]),  # whose sum is read, and nothing else
         "rewards": torch.tensor([row["reward"] for row in made], dtype=torch.float64),
         "group_ids": torch.tensor([row["group"] for row in made]),
     }
     for key, name in {**SAID_ONCE, "truncated": "truncated"}.items():
         if all(row[name] is not None for row in made):
             columns[key] = torch.tensor([float(row[name]) for row in made])
-    for name in {name for row in made for name, _ in row["reward_parts"] or ()}:
-        values = [dict(row["reward_parts"] or ()).get(name, math.nan) for row in made]
-        columns[f"{NAMED_REWARD}{name}"] = torch.tensor(values)
-    if not made:
-        return {}
+    parts = [dict(row["reward_parts"] or ()) for row in made]
+    for name in {name for own in parts for name in own}:
+        columns[f"{NAMED_REWARD}{name}"] = torch.tensor([own.get(name, math.nan) for own in parts])
+    generated = Generated()
     generated.add(TensorDict(columns, batch_size=[len(made)]))
     filtered = {row["group"] for row in rows if row["status"] == "filtered"}
     rewards: dict[int, set[float]] = {}
@@ -359,98 +315,89 @@ def metrics_of_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {**generated.metrics(), "num_filtered": len(filtered), "num_unreplaced": num_uniform}
 
 
-_READ_BY_ADVANTAGES = ("values", "ref_logprobs", "old_logprobs", "full_old_logprobs")
-
-
-def texts_of(source: Source, findings: Findings) -> TokenTexts | None:
+def texts_of(source: Source, report: Report) -> TokenTexts | None:
     """Return what decodes the tokens of a run; None if its tokenizer is not there."""
     try:
-        return TokenTexts(load_tokenizer(source.run.saved["actor"]["model_name"]))
+        return TokenTexts(load_tokenizer(source.run.model))
     except (RliteError, KeyError, TypeError) as error:
-        findings.note(f"texts are not compared with tokens: {error}")
+        report.note(f"texts are not compared with tokens: {error}")
         return None
 
 
-def check_evaluations(source: Source, findings: Findings, texts: TokenTexts | None, has_chain: bool) -> None:
+def check_evaluations(source: Source, report: Report, sequences: SequenceChecks) -> None:
     """Compute the metrics of evaluations again from their rows, with their standard errors.
 
     Args:
         source: the run.
-        findings: takes contradictions.
-        texts: decodes tokens.
-        has_chain: this version of rlite, or a later one, has made the run: earlier ones had other standard errors.
+        report: takes contradictions.
+        sequences: checks sequences of tokens.
     """
-    checks = SequenceChecks(findings, texts)
-    reader = RecordReader(source.folder)
-    reader.refresh()
-    for name in reader.sources:
-        if name == TRAIN:
-            continue
+    reader, is_recent = source.reader, _is_recent(source)
+    for name in [name for name in reader.sources if name != TRAIN]:
         own = name.removeprefix("eval.")
         for step in sorted(set(reader.table(name)["step"].to_pylist())):
-            rows, line = reader.rollouts(name, step), source.evaluated(step)
-            with findings.checking(EVALUATIONS, f"record, evaluation {own} after step {step}"):
+            line, place = source.metrics.get(step, {}), f"evaluation {own} after step {step}"
+            with report.checking(EVALUATIONS, f"record, {place}"):
+                rows = reader.rollouts(name, step)
                 for row in rows:
-                    checks.tokens(row, reader.tokens(name, step, (row["group"], row["sample"])))
-                    is_one = row["version_min"] in (None, step) and row["version_max"] in (None, step)
-                    place = f"{own}: {place_of(row)}"
-                    findings.expect(is_one, EVALUATIONS, place, f"tokens of other policy versions than {step}")
+                    sequences.tokens(row, reader.tokens(name, step, (row["group"], row["sample"])))
+                    is_one = {row["version_min"], row["version_max"]} <= {None, step}
+                    told = f"tokens of other policy versions than {step}"
+                    report.expect(is_one, EVALUATIONS, f"{own}: {place_of(row)}", told)
                 samples = [Sample.of_row({**row, "item": str(row["group"])}) for row in rows]
-                found = summary(samples, source.samples_of(own))
-                for key, value in prefixed("" if own == "test" else own, found).items():
-                    if key in line and (has_chain or "standard_error" not in key):
-                        place = f"metrics.jsonl, evaluation {own} after step {step}"
-                        findings.expect_near(compare_numbers(key, line[key], value), EVALUATIONS, place)
-    for name, text in reader.problems.items():
-        findings.expect(False, FILES, f"record/{name}", text)
+                found = prefixed("" if own == "test" else own, summary(samples, _samples_of(source, own)))
+                for key in [key for key in found if key in line]:
+                    if "standard_error" in key and not is_recent:
+                        report.note("standard errors are not compared: an earlier version of rlite had other ones")
+                    else:
+                        report.compare(compare_numbers(key, line[key], found[key]), EVALUATIONS, f"{METRICS}, {place}")
+
+
+def _samples_of(source: Source, name: str) -> int:
+    """Return the largest k of pass@k of a set of evaluations."""
+    own = source.run.saved.get("test_data") or {}
+    own = own if "path" in own else own.get(name, {})
+    return int(own.get("k") or own.get("samples") or 1)
+
+
+def _is_recent(source: Source) -> bool:
+    """Return whether this version of rlite, or a later one, has made the run: it has a chain, or records batches."""
+    rows = (row for step in source.metrics for row in source.reader.batch_rows(step))
+    return source.chain is not None or any(row["row"] is not None for row in rows)
 
 
 def is_same_machine(chain: Folded | None) -> bool:
     """Return whether a run was made with the same versions and the same kind of processor, so that bits are equal."""
-    if chain is None:
-        return False
-    devices, here = chain.first.get("devices", {}), device_facts()
-    return chain.first.get("versions") == versions() and {**devices, **here} == devices
+    facts = {"versions": versions(), **device_facts()}
+    begins = [] if chain is None else chain.begins
+    there = [{**(link.get("devices") or {}), "versions": link.get("versions")} for link in begins]
+    return bool(there) and all({**own, **facts} == own for own in there)
 
 
-def check_replay(source: Source, findings: Findings, options: AuditConfig, is_exact: bool) -> None:
+def check_replay(source: Source, report: Report, options: ReplayConfig) -> None:
     """Make the steps between checkpoints again, as far as the record reaches, and compare everything.
 
     Args:
         source: the run.
-        findings: takes contradictions.
-        options: options of the command.
-        is_exact: every bit has to be equal.
+        report: takes contradictions.
+        options: options of the replays.
     """
-    if not is_exact:
-        findings.note("bits are not compared: other devices, versions or processors made the run; numbers are")
-    kept = sorted(steps_of(source.folder / "state"))
-    if not (logged := [step for step in source.logged_steps if step > 0]):
-        findings.note("metrics.jsonl has no step: no step was made again")
+    with report.checking(HASHES, CHAIN):
+        report.is_exact = source.run.is_one_device and is_same_machine(source.chain)
+    if not report.is_exact:
+        report.note("bits are not compared: other devices, versions or processors made the run; numbers are")
+    kept, logged = sorted(steps_of(source.folder / "state")), [step for step in source.metrics if step > 0]
+    if not logged:
+        report.note(f"{METRICS} has no step: no step was made again")
         return
-    begin, last = min([0, *kept]), max(logged)
-    ends = [*kept, *([last] if last not in kept else [])]
-    for end in [end for end in ends if end > begin]:
-        own = ReplayConfig(run=options.run, code=options.code)
+    for end in dict.fromkeys([*(step for step in kept if step > 0), max(logged)]):
+        place = f"steps {source.first_step(end)} to {end}"
         try:
-            with replaying(source, end, own) as (trainer, result):
-                replay(source, trainer, end, result, own)
-        except CheckpointError as error:
-            findings.expect(False, REPLAYED, f"state/step-{end}", str(error))
-            continue
+            with replaying(source, end, options, report) as trainer:
+                replay(source, trainer, end, options, report)
+        except DamagedBatch as error:
+            report.expect(False, REPLAYED, place, str(error))
         except (DataError, ConfigError) as error:
-            findings.note(f"the steps up to {end} are not made again: {error}")
-            continue
-        _take(result, findings, is_exact)
-
-
-def _take(result: Replay, findings: Findings, is_exact: bool) -> None:
-    for step in result.steps:
-        for each in step.comparisons:
-            is_metric = each.kept is not None and not each.name.endswith("of tokens")
-            place = f"metrics.jsonl, step {step.step}" if is_metric else f"record, step {step.step}"
-            if each.name.rpartition(": ")[2] in ("weights", "optimizer state"):
-                place = f"state/step-{step.step}"
-            findings.expect_near(each, REPLAYED, place, is_exact)
-    for note in result.notes:
-        findings.note(note)
+            report.note(f"the {place} are not made again: {error}")
+        except (CheckpointError, *DAMAGED) as error:
+            report.expect(False, REPLAYED, place, f"they cannot be made again: {type(error).__name__}: {error}")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import re
 import shutil
 import stat
@@ -32,57 +31,23 @@ from safetensors.torch import save
 from rlite import files
 from rlite.assembly.proof.chained import versions
 from rlite.assembly.proof.options import ReplayConfig
-from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, BundleFacts, Source, columns_of
+from rlite.assembly.proof.privacy import public
+from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, BundleFacts, Source
+from rlite.assembly.proof.trainers import columns_of
 from rlite.errors import ConfigError, DataError, writing
 from rlite.nn.pretrained import load_config, local_checkpoint
 from rlite.runtime.storage.atomic import MANIFEST
-from rlite.services.record.chain import hash_file, hash_files
+from rlite.services.record.chain import METRICS, hash_file, hash_files
 from rlite.services.record.files import TRAIN, record_files
-from rlite.services.record.reader import RecordReader
-from rlite.trainer.run.folder import CHAIN
+from rlite.trainer.run.folder import CHAIN, CONFIG
 
 MAX_FILES, MAX_BYTES, MAX_RATIO = 10_000, 256 << 30, 200
 """files of a bundle, their bytes together, and how many bytes a byte of the zip may become beyond the first GiB"""
 FREE = 1 << 30
 """bytes of a disk that unpacking leaves free"""
-_KEYS = (
-    *("secret", "passw", "passphrase", "credential", "bearer", "authorization", "cookie", "^token$", "^dsn$"),
-    *(r"(api|access|private|signing|ssh|encryption)_?key", r"(^|[_-])(auth|access|api|refresh|session|hf|hub)_?token$"),
-)
-SECRET = re.compile("|".join(_KEYS), re.IGNORECASE)
-"""keys whose values no bundle has"""
-VALUES = re.compile(
-    r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abpr]-|AKIA|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
-)
-"""values that look like tokens of well-known services"""
-PROMPTS = ("system_prompt", "rubric", "env_config", "chat_template_options")
-"""keys whose values may be prompts, which a bundle without data does not have"""
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
-REMOVED = "(removed)"
-
-
-def without_secrets(tree: Any, key: str = "") -> Any:
-    """Return options without values that are, or look like, secrets: by their keys, and by the environment."""
-    if SECRET.search(key) and tree not in (None, "", {}, []):
-        return REMOVED
-    if isinstance(tree, Mapping):
-        return {name: without_secrets(value, str(name)) for name, value in tree.items()}
-    if isinstance(tree, list):
-        return [without_secrets(value) for value in tree]
-    if not isinstance(tree, str):
-        return tree
-    secrets = [value for name, value in os.environ.items() if SECRET.search(name) or name.endswith(("_KEY", "_TOKEN"))]
-    if VALUES.search(tree) or any(len(value) >= 8 and value in tree for value in secrets):
-        return REMOVED
-    without_user = re.sub(r"(?<=://)[^/@\s]+@", f"{REMOVED}@", tree)
-    return re.sub(r"(://[^\s?]*)\?\S+", rf"\1?{REMOVED}", without_user)
-
-
-def without_prompts(tree: Any, key: str = "") -> Any:
-    """Return options without texts that are a part of prompts."""
-    if isinstance(tree, Mapping):
-        return {} if key in PROMPTS else {name: without_prompts(value, str(name)) for name, value in tree.items()}
-    return REMOVED if key in PROMPTS and tree else tree
+ROWS = ("step", "group", "sample", "status", "reward", "advantage", "response_tokens", "version_min", "version_max")
+"""columns of rollouts that a bundle has"""
 
 
 def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -> dict[str, str]:
@@ -107,13 +72,16 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
         raise ConfigError(
             "--with-weights: a checkpoint has the prompts that were under way; add --with-data, or leave it"
         )
-    own, first = source.run.options(source.folder, options.code, False), source.first_step(step)
-    source.check_options(step)
-    steps = range(first, step + 1)
+    spans = source.spans(step)
+    if len(spans) > 1:
+        raise ConfigError(
+            f"step {step}: the run went on with other options after step {spans[0][1]}, of which there is no checkpoint"
+        )
+    run, steps = source.run_at(step), range(spans[0][0], step + 1)
+    own = run.options(source.folder, options.code, False)
+    tree = public(run.saved, options.with_data)
+    checkpoints = [each for each in (source.checkpoint_before(step), source.checkpoint(step)) if each is not None]
     partial = path.with_name(f".{path.name}.partial")
-    tree = without_secrets(source.run.saved)
-    tree = tree if options.with_data else without_prompts(tree)
-    checkpoints = [each for each in (source.checkpoint_before(step), _after(source, step)) if each is not None]
     try:
         with writing(path), zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
             for number in steps if options.with_data else ():
@@ -123,23 +91,21 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
             for checkpoint in checkpoints if options.with_weights else ():
                 for folder in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}-*")):
                     _add(file, folder, f"state/{folder.name}", ("*",), inside=checkpoint.parent)
-            for group, model in (_models(source.run.saved) if options.with_weights else {}).items():
+            for group, model in _models(run.saved) if options.with_weights else ():
                 load_config(model)  # raises unless it is a model: the options of a run may name any folder
                 _add(file, local_checkpoint(model), f"models/{group}", MODEL_FILES)
                 tree[group]["model_name"] = f"models/{group}"
-            file.writestr("config.yaml", yaml.safe_dump(tree))
-            lines = [json.dumps(source.metrics(number)) for number in steps if source.metrics(number)]
-            file.writestr("metrics.jsonl", "".join(f"{line}\n" for line in lines))
-            if source.run.is_rl:
-                file.writestr("rows.jsonl", "".join(_rows(source.folder, steps)))
+            file.writestr(CONFIG, yaml.safe_dump(tree))
+            lines = [json.dumps(source.metrics[number]) for number in steps if number in source.metrics]
+            file.writestr(METRICS, "".join(f"{line}\n" for line in lines))
+            rows = [row for number in steps if run.is_rl for row in source.reader.rollouts(TRAIN, number)]
+            file.writestr("rows.jsonl", "".join(json.dumps({key: row[key] for key in ROWS}) + "\n" for row in rows))
             facts = BundleFacts(
                 format=1,
                 step=step,
-                trainer=source.run.name,
                 versions=versions(),
                 total_steps=source.total_steps(own),
                 complete={number: source.is_complete(number) for number in steps},
-                has_data=options.with_data,
                 has_weights=options.with_weights,
                 hashes=hash_files(_named(source.folder, steps, checkpoints)),
             )
@@ -154,21 +120,17 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
 
 def _named(folder: Path, steps: range, checkpoints: Sequence[Path]) -> Iterator[tuple[str, Path]]:
     """Yield the files of a run whose hashes a bundle has, by their names in the run's folder."""
-    yield from ((name, folder / name) for name in ("config.yaml", CHAIN))
+    yield from ((name, folder / name) for name in (CONFIG, CHAIN))
     yield from ((f"state/{path.name}/{MANIFEST}", path / MANIFEST) for path in checkpoints)
     for file in record_files(folder):
         if file.source == TRAIN and file.first <= steps[-1] and steps[0] <= file.last:
             yield f"record/{file.path.name}", file.path
 
 
-def _after(source: Source, step: int) -> Path | None:
-    return source.checkpoint(step) if source.has_checkpoint(step) else None
-
-
-def _models(saved: Mapping[str, Any]) -> dict[str, str]:
-    """Return the models that a run begins with, by their group of options."""
-    groups = {group: own for group, own in saved.items() if isinstance(own, Mapping) and own.get("model_name")}
-    return {group: str(own["model_name"]) for group, own in groups.items()}
+def _models(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the groups of options with a model that a run begins with, and the model."""
+    groups = [(group, own) for group, own in saved.items() if isinstance(own, Mapping)]
+    return [(group, str(own["model_name"])) for group, own in groups if own.get("model_name")]
 
 
 def _add(file: zipfile.ZipFile, folder: Path, name: str, patterns: tuple[str, ...], inside: Path | None = None) -> None:
@@ -181,15 +143,6 @@ def _add(file: zipfile.ZipFile, folder: Path, name: str, patterns: tuple[str, ..
         if inside is not None and not files.is_inside(path, inside):
             raise DataError(f"{path}: {files.LEADS_OUT}, and no bundle has its target")
         file.write(path, f"{name}/{path.name}", zipfile.ZIP_STORED)
-
-
-def _rows(folder: Path, steps: range) -> Iterator[str]:
-    reader = RecordReader(folder)
-    reader.refresh()
-    kept = ("step", "group", "sample", "status", "reward", "advantage", "response_tokens", "version_min", "version_max")
-    for step in steps:
-        for row in reader.rollouts(TRAIN, step):
-            yield json.dumps({name: row[name] for name in kept}) + "\n"
 
 
 @contextmanager
@@ -207,34 +160,37 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
         DataError: the bundle cannot be opened safely.
     """
     path = Path(options.run).expanduser()
-    weights = Path(options.weights).expanduser() if options.weights else None
     if path.is_dir():
-        source = Source(path, weights, options.code)
+        source = Source(path, options)
         if source.chain is None:
             source.notes.append("the versions that made the run are not known: it has no chain.jsonl")
         else:
-            check_versions(source, str(path), source.chain.last_versions, options.any_versions)
+            there = source.chain.begins[-1].get("versions") if source.chain.begins else None
+            check_versions(source, str(path), there, options.any_versions)
         yield source
         return
     if not path.is_file():
         raise ConfigError(f"{options.run}: expected the folder of a run, or a bundle")
-    with tempfile.TemporaryDirectory(prefix="rlite-bundle-") as folder:
-        unpack(path, Path(folder))
-        source = Source(Path(folder), weights, options.code)
-        if source.bundle is None:
+    with tempfile.TemporaryDirectory(prefix="rlite-bundle-") as scratch:
+        folder = Path(scratch)
+        unpack(path, folder)
+        source = Source(folder, options)
+        if (bundle := source.bundle) is None:
             raise DataError(f"{path}: no bundle of rlite: it has no {BUNDLE}")
-        _place_models(source, Path(folder))
-        check_versions(source, str(path), source.bundle.versions, options.any_versions)
-        if not source.bundle.has_weights and weights is None:
+        for group, model in _models(source.run.saved) if bundle.has_weights else ():
+            source.run.saved[group]["model_name"] = str(folder / "models" / PurePosixPath(model).name)
+        check_versions(source, str(path), bundle.versions, options.any_versions)
+        if not bundle.has_weights and options.weights is None:
             raise ConfigError(f"{path}: it has no weights; name the folder of the run: weights=RUN")
-        for name, wanted in source.bundle.hashes.items():
-            is_checkpoint = name.startswith("state/") and name.endswith(MANIFEST)
-            if weights is not None and is_checkpoint and hash_file(weights / name) != wanted:
-                raise ConfigError(f"weights={weights}: its {name} is not that of the run that the bundle is from")
+        for name, wanted in bundle.hashes.items():
+            is_checkpoint = options.weights is not None and name.startswith("state/") and name.endswith(MANIFEST)
+            if is_checkpoint and hash_file(source.weights / name) != wanted:
+                told = f"weights={options.weights}: its {name} is not that of the run that the bundle is from"
+                raise ConfigError(told)
         yield source
 
 
-def check_versions(source: Source, path: str, there: Mapping[str, Any], is_any_fine: bool) -> None:
+def check_versions(source: Source, path: str, there: Any, is_any_fine: bool) -> None:
     """Compare versions of packages; what differs is a note of the source if that is fine.
 
     Args:
@@ -246,17 +202,11 @@ def check_versions(source: Source, path: str, there: Mapping[str, Any], is_any_f
     Raises:
         ConfigError: they differ.
     """
-    here = versions()
+    here, there = versions(), there if isinstance(there, Mapping) else {}
     odd = [f"{name} {there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]]
     if odd and not is_any_fine:
         raise ConfigError(f"{path}: made with other versions ({'; '.join(odd)}). any_versions=true goes on")
     source.notes += [f"other versions: {text}" for text in odd]
-
-
-def _place_models(source: Source, folder: Path) -> None:
-    for own in source.run.saved.values():
-        if isinstance(own, dict) and str(own.get("model_name", "")).startswith("models/"):
-            own["model_name"] = str(folder / "models" / PurePosixPath(own["model_name"]).name)
 
 
 def unpack(path: Path, folder: Path) -> None:

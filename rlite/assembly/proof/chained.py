@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,11 @@ import torch
 
 import rlite
 from rlite import config
+from rlite.assembly.proof.privacy import is_shown
 from rlite.errors import StorageError
 from rlite.services.record.chain import ChainWriter, hash_file, hash_files
 from rlite.trainer.callbacks import Metrics
-from rlite.trainer.run.folder import CONFIG
+from rlite.trainer.run.folder import CHAIN, CONFIG
 from rlite.trainer.run.observer import Observer
 from rlite.trainer.run.training_run import TrainingRun
 from rlite.yaml_texts import flat
@@ -37,29 +36,18 @@ def device_facts() -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), "processor": torch.backends.cpu.get_cpu_capability()}
 
 
-def options_hash(options: Any) -> str:
-    """Return a hash of the options that decide what a step computes: the trainer's only if rates follow them."""
-    tree = dict(flat(config.to_container(options)))
-    is_constant = all(
-        value in ("constant", None, 0) for key, value in tree.items() if key.endswith((".scheduler", ".warmup_ratio"))
-    )
-    lasting = () if is_constant else ("trainer.total_steps", "trainer.n_epochs")
-    kept = {key: value for key, value in tree.items() if not key.startswith("trainer.") or key in lasting}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def named_files(options: Any) -> Iterator[tuple[str, str, Path]]:
-    """Yield the files that options name, each with "code" or "data" and with its name in the options."""
+def named_files(options: Any) -> dict[str, dict[str, Path]]:
+    """Return the files of code and data that options name, by kind and by their names in the options."""
+    named: dict[str, dict[str, Path]] = {"code": {}, "data": {}}
     for key, value in flat(config.to_container(options)):
-        groups, name = key.split(".")[:-1], key.split(".")[-1]
-        for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str):
-                continue
+        group, name = key.split(".")[0], key.split(".")[-1]
+        for text in [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]:
             path = Path(text.rpartition(":")[0] if text.rpartition(":")[0].endswith(".py") else text).expanduser()
             if (name in CODE or "imports" in key) and path.suffix == ".py":
-                yield "code", text, path
-            elif name == "path" and groups[:1] and groups[0] in DATA:
-                yield "data", text, path
+                named["code"][text] = path
+            elif name == "path" and group != key and group in DATA:
+                named["data"][text] = path
+    return named
 
 
 class HashChain(Observer):
@@ -69,33 +57,35 @@ class HashChain(Observer):
 
     Args:
         name: name of the command.
+        run: the run, whose folder is still as it was when the run was stopped.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, run: TrainingRun) -> None:
         self._name = name
-        self._writer: ChainWriter | None = None
+        step = None if run.saved.begins_empty else run.step
+        self._writer: ChainWriter | None = ChainWriter(run.folder, step)
 
     def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
         """Append the link of a start, or of a resume."""
         session, found = rlite.current_session(), run.saved.checkpoints.found
-        named: dict[str, dict[str, Path]] = {"code": {}, "data": {}}
-        for kind, text, path in named_files(run.config):
-            named[kind][text] = path
-        facts: dict[str, Any] = {kind: hash_files(own.items()) for kind, own in named.items()}
-        facts |= {
-            "options": options_hash(run.config),
+        facts: dict[str, Any] = {
+            **{kind: hash_files(own.items()) for kind, own in named_files(run.config).items()},
+            "options": config.to_container(run.config, shows=is_shown),
             "trainer": self._name,
             "config": hash_file(run.folder / CONFIG),
             "versions": versions(),
+            "devices": {
+                "launcher": session.launcher.kind,
+                "number": len(session.devices),
+                "device": session.device,
+                **device_facts(),
+            },
         }
-        facts["devices"] = {
-            "launcher": session.launcher.kind,
-            "number": len(session.devices),
-            "device": session.device,
-            **device_facts(),
-        }
-        self._writer = ChainWriter(run.folder)
         self._append(run, lambda writer: writer.begin(run.step, None if found is None else found.name, facts))
+        if self._writer is not None and self._writer.changed:
+            told = ", ".join([*self._writer.changed][:5])
+            rows = {"files": f"{len(self._writer.changed)}: {told}", "the chain": f"{CHAIN} says so, and so do audits"}
+            run.console.warn("files of the run were changed or removed while it was stopped", rows)
 
     def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
         """Append the link of a save."""

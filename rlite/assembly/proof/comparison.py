@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ OF_LAYOUTS = ("num_microbatches", "shared_tokens")
 """metrics that depend on the division of a batch"""
 OF_GENERATION = ("num_filtered", "num_refills", "num_unreplaced", "num_lost", "num_refused", "routing_recorded")
 """metrics of what was generated and not trained on, or of how"""
+OF_ROLLOUTS = ("reward", "score", "response_length", "truncated", "uniform_groups", "turns", "tool_")
+"""beginnings of the names of metrics over all rollouts of a step, also of those that were not trained on"""
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,29 @@ class Comparison:
         """Return how the two compare, in a word or two."""
         return "equal" if self.is_equal else "within bounds" if self.is_near else "differs"
 
+    def __str__(self) -> str:
+        """Return the two values, or how many there are, and how they compare."""
+        values = f"{self.count:,} numbers" if self.kept is None else f"{self.kept:.9g} kept, {self.again:.9g} now"
+        away = "" if self.is_equal else f", by at most {self.difference:.3g} at {self.where}"
+        return f"{values}; {self.verdict}{away}"
 
-def compare(
-    name: str, kept: Tensor, again: Tensor, places: Sequence[str] = (), relative: float = RELATIVE
-) -> Comparison:
+
+def worst_of(comparisons: Iterable[Comparison]) -> Comparison:
+    """Return the comparison with the worst verdict, and among these with the largest difference."""
+
+    def badness(each: Comparison) -> tuple[bool, bool, float]:
+        return not each.is_near, not each.is_equal, math.inf if math.isnan(each.difference) else each.difference
+
+    return max(comparisons, key=badness)
+
+
+def compare(name: str, kept: Tensor, again: Tensor) -> Comparison:
     """Return how two tensors compare; two NaNs are equal.
 
     Args:
         name: name of the quantity.
         kept: what the run has kept.
         again: what was computed again; another shape differs.
-        places: a name for each entry of the first dimension.
-        relative: bound of the difference, relative to the kept value.
     """
     if kept.shape != again.shape:
         found = f"{list(kept.shape)} and {list(again.shape)}"
@@ -72,34 +85,22 @@ def compare(
     one, other = kept.double().flatten(), again.double().flatten()
     is_equal = (one == other) | (one.isnan() & other.isnan())
     away = torch.where(is_equal, 0.0, (one - other).abs())
-    is_near = is_equal | (away <= ABSOLUTE + relative * one.abs())
+    is_near = is_equal | (away <= ABSOLUTE + RELATIVE * one.abs())
     worst = int(away.nan_to_num(nan=math.inf).argmax()) if len(away) else 0
     where = ""
     if len(away) and not is_equal.all():
-        index = [int(each) for each in torch.unravel_index(torch.tensor(worst), kept.shape)]
-        where = ", ".join([places[index[0]], *map(str, index[1:])]) if places and index else str(index)
+        where = str([int(each) for each in torch.unravel_index(torch.tensor(worst), kept.shape)])
     kept_value, value = (one.item(), other.item()) if one.numel() == 1 else (None, None)
     difference = away[worst].item() if len(away) else 0.0
     verdict = bool(is_equal.all()), bool(is_near.all())
     return Comparison(name, len(away), difference, *verdict, kept=kept_value, again=value, where=where)
 
 
-def compare_metrics(
-    logged: Mapping[str, float], again: Mapping[str, float], is_own_layout: bool, is_complete: bool
-) -> list[Comparison]:
-    """Return how the metrics of a step compare that do not depend on the machine.
-
-    Args:
-        logged: the line of metrics.jsonl.
-        again: the metrics that were computed again.
-        is_own_layout: the devices are divided as they were.
-        is_complete: everything that was generated was trained on; else the means of rollouts cover more.
-    """
-    left_out = OF_MACHINES if is_own_layout else (*OF_MACHINES, *OF_LAYOUTS)
-    left_out = left_out if is_complete else (*left_out, *OF_GENERATION)
-    rollouts = () if is_complete else OF_ROLLOUTS
-    names = [name for name in again if name in logged and not name.startswith((*left_out, *rollouts))]
-    return [compare_numbers(name, logged[name], again[name]) for name in sorted(names)]
+def compare_rows(name: str, kept: Tensor, again: Tensor) -> Comparison:
+    """Return how values of the rows of a batch, or of their tokens, compare; NaN in the kept ones is unknown."""
+    if kept.shape == again.shape:
+        again = torch.where(kept.isnan(), kept, again.to(kept.dtype))
+    return compare(f"{name} of {'tokens' if kept.dim() > 1 else 'rows'}", kept, again)
 
 
 def compare_numbers(name: str, kept: float, again: float) -> Comparison:
@@ -113,8 +114,21 @@ def compare_numbers(name: str, kept: float, again: float) -> Comparison:
     return compare(name, torch.tensor([kept], dtype=torch.float64), torch.tensor([again], dtype=torch.float64))
 
 
-OF_ROLLOUTS = ("reward", "score", "response_length", "truncated", "uniform_groups", "turns", "tool_")
-"""beginnings of the names of metrics over all rollouts of a step, also of those that were not trained on"""
+def compare_metrics(
+    logged: Mapping[str, float], again: Mapping[str, float], is_own_layout: bool, is_complete: bool
+) -> list[Comparison]:
+    """Return how the metrics of a step compare that do not depend on the machine.
+
+    Args:
+        logged: the line of metrics.jsonl.
+        again: the metrics that were computed again.
+        is_own_layout: the devices are divided as they were.
+        is_complete: everything that was generated was trained on; else the means of rollouts cover more.
+    """
+    layouts, rollouts = () if is_own_layout else OF_LAYOUTS, () if is_complete else (*OF_GENERATION, *OF_ROLLOUTS)
+    left_out = (*OF_MACHINES, *layouts, *rollouts)
+    names = [name for name in again if name in logged and not name.startswith(left_out)]
+    return [compare_numbers(name, logged[name], again[name]) for name in sorted(names)]
 
 
 def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
@@ -145,25 +159,25 @@ def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def compare_checkpoints(kept: Path, again: Path) -> list[Comparison]:
-    """Return how weights and optimizer's state of two checkpoints compare, as two quantities."""
+PARTS = {"model": "weights", "optimizer": "optimizer state"}
+"""parts of a checkpoint, by the beginnings of the names of their tensors"""
+
+
+def compare_checkpoints(kept: Path, again: Path, prefix: str = "") -> list[Comparison]:
+    """Return how weights and optimizer's state of two checkpoints compare, as one quantity each.
+
+    Args:
+        kept: checkpoint of the run.
+        again: checkpoint of the steps that were made again.
+        prefix: stands before the names of the quantities.
+    """
     one, other = checkpoint_tensors(kept), checkpoint_tensors(again)
-    return [
-        _joined(part, one, other, [name for name in one if name.startswith(part)])
-        for part in ("model", "optimizer")
-        if any(name.startswith(part) for name in one)
-    ]
-
-
-def _joined(part: str, kept: Mapping[str, Tensor], again: Mapping[str, Tensor], names: Iterable[str]) -> Comparison:
-    found = [
-        compare(name, kept[name], again[name])
-        if name in again
-        else Comparison(name, 0, math.nan, False, False, where="it is missing")
-        for name in names
-    ]
-    worst = max(found, key=lambda each: math.inf if math.isnan(each.difference) else each.difference)
-    name = {"model": "weights", "optimizer": "optimizer state"}[part]
-    is_equal, is_near = all(each.is_equal for each in found), all(each.is_near for each in found)
-    place = "" if is_equal else f"{worst.name} {worst.where}"
-    return Comparison(name, sum(each.count for each in found), worst.difference, is_equal, is_near, where=place)
+    missing = torch.empty(0)
+    compared = []
+    for part, name in PARTS.items():
+        names = [key for key in {**one, **other} if key.startswith(part)]
+        if found := [compare(key, one.get(key, missing), other.get(key, missing)) for key in names]:
+            worst = worst_of(found)
+            where, count = f"{worst.name} {worst.where}", sum(each.count for each in found)
+            compared.append(replace(worst, name=prefix + name, count=count, kept=None, again=None, where=where))
+    return compared

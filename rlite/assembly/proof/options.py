@@ -20,6 +20,8 @@ class ProofOptions(AnnouncedOptions):
     code: str | None = None
     """Python file of yours that registers losses, advantages or optimizers of the run, or that has its rewards. Without
     it no code of the run is executed; also `--code FILE.py`"""
+    variables: list[str] = []
+    """variables of the environment that the run's options may read, if it has not kept their values"""
     result: str | None = None
     """file to which the result is written as JSON; also `--result FILE.json`"""
 

@@ -10,12 +10,10 @@ The steps after the newest checkpoint before it are made again from the record, 
 
 from __future__ import annotations
 
-import json
 import pdb
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,55 +21,23 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlite import config, files
+from rlite import config
 from rlite.algorithms import OnLogprobs
 from rlite.assembly.launch import session_of
 from rlite.assembly.proof.bundle import open_source, write_bundle
-from rlite.assembly.proof.comparison import Comparison, compare, compare_checkpoints, compare_metrics
+from rlite.assembly.proof.comparison import Comparison, compare_checkpoints, compare_metrics, compare_rows, worst_of
 from rlite.assembly.proof.options import ReplayConfig
-from rlite.assembly.proof.source import Source, columns_of
-from rlite.assembly.proof.trainers import RecordedSteps
+from rlite.assembly.proof.report import Report
+from rlite.assembly.proof.source import Source
+from rlite.assembly.proof.trainers import RecordedSteps, beside, columns_of
 from rlite.data.packs import sequence_lengths, split_batch
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import ConfigError, DataError, writing
+from rlite.errors import ConfigError, DataError
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.rl.objective import OwnLogprobs
 
-
-@dataclass
-class ReplayedStep:
-    """The result of one step."""
-
-    step: int
-    comparisons: list[Comparison] = field(default_factory=list)
-
-    @property
-    def verdict(self) -> str:
-        """Return the worst verdict."""
-        if all(each.is_equal for each in self.comparisons):
-            return "equal"
-        return "within bounds" if all(each.is_near for each in self.comparisons) else "differs"
-
-
-@dataclass
-class Replay:
-    """The result of a replay."""
-
-    start: str
-    """checkpoint or model that it began from"""
-    steps: list[ReplayedStep] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """texts about everything that was not compared, with the reason"""
-
-    @property
-    def has_differences(self) -> bool:
-        """True if a step differs beyond the bounds."""
-        return any(step.verdict == "differs" for step in self.steps)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the result as plain values."""
-        steps = [{**asdict(step), "verdict": step.verdict} for step in self.steps]
-        return {"start": self.start, "steps": steps, "notes": self.notes}
+MADE_AS = {"trainer_logprobs": ("trainer_logprobs", "old_logprobs", "trained_logprobs"), "entropy": ("entropies",)}
+"""keys of a batch that hold recorded columns of tokens, unless they have the column's name"""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -81,170 +47,135 @@ def main(argv: Sequence[str]) -> None:
         DataError: the step differs from what the run has kept.
     """
     options = config.load(ReplayConfig, ReplayConfig.arguments(list(argv)))
-    console = ConsoleReporter()
+    console, report = ConsoleReporter(), Report()
     with open_source(options) as source:
         step = options.step or source.last_step
         if options.bundle is not None:
             path = Path(options.bundle).expanduser()
             console.report(f"bundle of step {step}", write_bundle(source, step, path, options))
             return
-        with replaying(source, step, options) as (trainer, result):
+        with replaying(source, step, options, report) as trainer:
             if options.group is not None or options.microbatch is not None:
                 show_rows(source, trainer, step, options, console)
                 return
-            replay(source, trainer, step, result, options)
-    show(result, console)
+            replay(source, trainer, step, options, report)
+    show(report, console)
     if options.result is not None:
-        path = Path(options.result).expanduser()
-        with writing(path):
-            files.replace(path, json.dumps(result.as_json(), indent=2).encode())
-    if result.has_differences:
+        report.write(Path(options.result).expanduser())
+    if report.found:
         raise DataError(f"{options.run}: step {step} differs from what the run has kept")
 
 
 @contextmanager
-def replaying(source: Source, step: int, options: ReplayConfig) -> Iterator[tuple[RecordedSteps, Replay]]:
+def replaying(source: Source, step: int, options: ReplayConfig, report: Report) -> Iterator[RecordedSteps]:
     """Hold the trainer of a run at the checkpoint before a step.
+
+    If the run went on with other options after this checkpoint, the steps up to there are made first.
 
     Args:
         source: the run.
         step: the step.
         options: options of the command.
+        report: takes what the steps show that are made first.
 
     Yields:
-        The trainer, and the result to be filled.
+        The trainer.
 
     Raises:
-        ConfigError: the run has fewer steps, or its options were changed since.
+        ConfigError: the run has fewer steps, or its options cannot be used.
     """
-    is_own = options.layout == "own"
+    checkpoint = source.checkpoint_before(step)
+    no_checkpoint = f"the model before step 1: there is no checkpoint before step {step}"
+    report.start = no_checkpoint if checkpoint is None else f"{checkpoint}, after step {source.first_step(step) - 1}"
+    for note in source.notes:
+        report.note(note)
     with tempfile.TemporaryDirectory(prefix="rlite-replay-") as scratch:
-        own = source.run.options(Path(scratch) / "run", options.code, is_own)
-        with session_of(own):
-            first, total = source.first_step(step), source.total_steps(own)
-            if step > total:
-                raise ConfigError(f"step {step}: the run has {total} steps")
-            source.check_options(step)
-            trainer = RecordedSteps(source.run, own, total, source.batch(first, own))
-            trainer.begin()
-            checkpoint = source.checkpoint_before(step)
-            if checkpoint is None:
-                start = f"the model before step 1: there is no checkpoint before step {step}"
-            else:
-                start = f"{checkpoint}, after step {trainer.load(checkpoint)}"
-            if options.pdb:
-                stop_in_loss(trainer.trainer)
-            yield trainer, Replay(start, notes=list(source.notes))
+        for first, last in source.spans(step):
+            run = source.run_at(first)
+            own = run.options(Path(scratch) / "run", options.code, options.layout == "own")
+            with session_of(own):
+                if last > (total := source.total_steps(own)):
+                    raise ConfigError(f"step {last}: the run has {total} steps")
+                trainer = RecordedSteps(run, own, total, source.batch(first, own))
+                trainer.begin()
+                if checkpoint is not None:
+                    trainer.load(checkpoint)
+                if options.pdb:
+                    stop_in_loss(trainer.trainer)
+                if last == step:
+                    yield trainer
+                else:
+                    replay(source, trainer, last, options, report)
+                    checkpoint = Path(scratch) / f"step-{last}"
+                    trainer.save(checkpoint)
 
 
-def replay(source: Source, trainer: RecordedSteps, last: int, result: Replay, options: ReplayConfig) -> None:
+def replay(source: Source, trainer: RecordedSteps, last: int, options: ReplayConfig, report: Report) -> None:
     """Make the steps up to `last` again, and compare each with what the run has kept.
 
     Args:
         source: the run.
         trainer: its trainer, before the first of the steps.
         last: the last step.
-        result: takes the comparisons.
         options: options of the command.
+        report: takes the comparisons.
     """
-    is_own = options.layout == "own" or source.is_one_device
+    is_own = options.layout == "own" or trainer.run.is_one_device
     for step in range(trainer.trainer.run.step + 1, last + 1):
-        batch = source.batch(step, trainer.options)
-        learnt, metrics = trainer.step(batch)
-        found = ReplayedStep(step, _compare_columns(source, step, learnt))
-        logged = source.metrics(step)
-        if logged is None:
-            result.notes.append(f"step {step}: metrics.jsonl has no line of it, so its metrics are not compared")
+        learnt, metrics = trainer.step(source.batch(step, trainer.options))
+        report.replayed(step, f"record, step {step}", _compare_columns(source.made(step), learnt))
+        if (logged := source.metrics.get(step)) is None:
+            report.note(f"step {step}: metrics.jsonl has no line of it, so its metrics are not compared")
         else:
-            found.comparisons += compare_metrics(logged, metrics, is_own, source.is_complete(step))
-        found.comparisons += _compare_weights(source, trainer, step)
-        result.steps.append(found)
-    if not source.has_checkpoint(last):
-        result.notes.append(f"there is no checkpoint after step {last}, so its weights are not compared")
+            compared = compare_metrics(logged, metrics, is_own, source.is_complete(step))
+            report.replayed(step, f"metrics.jsonl, step {step}", compared)
+        if source.checkpoint(step) is not None:
+            report.replayed(step, f"state/step-{step}", _compare_weights(source, trainer, step))
+    if source.checkpoint(last) is None:
+        report.note(f"there is no checkpoint after step {last}, so its weights are not compared")
 
 
-def _compare_columns(source: Source, step: int, learnt: TensorDict) -> list[Comparison]:
-    """Return how what a step has computed for its tokens compares, where it is recorded."""
-    found, kept = [], source.made(step)
-    again: dict[str, Tensor] = {key: learnt[key] for key in map(str, learnt.keys()) if key in kept}
-    for key, name in (("old_logprobs", "trainer_logprobs"), ("trained_logprobs", "trainer_logprobs")):
-        if key in learnt and name in kept:
-            again.setdefault(name, learnt[key])
-    if "entropies" in learnt and "entropy" in kept:
-        again["entropy"] = learnt["entropies"]
-    places = [f"row {row}" for row in range(len(learnt))]
-    for name, value in again.items():
-        known = kept[name]
-        is_known = ~known.isnan() if known.is_floating_point() else torch.ones_like(known, dtype=torch.bool)
-        found.append(
-            compare(
-                f"{name} of tokens" if known.dim() > 1 else f"{name} of rows",
-                known,
-                torch.where(is_known, value.to(known.dtype), known),
-                places,
-            )
-        )
-    return found
+def _compare_columns(kept: Mapping[str, Tensor], learnt: TensorDict) -> Iterator[Comparison]:
+    """Yield how what a step has computed for its tokens compares, where it is recorded."""
+    for name, known in kept.items():
+        if key := next((key for key in MADE_AS.get(name, (name,)) if key in learnt), None):
+            yield compare_rows(name, known, learnt[key])
 
 
-def _compare_weights(source: Source, trainer: RecordedSteps, step: int) -> list[Comparison]:
-    """Return how the weights and the optimizer's state after a step compare with the checkpoint, if there is one."""
-    found = []
-    if source.has_checkpoint(step):
-        with tempfile.TemporaryDirectory(prefix="rlite-replay-") as scratch:
-            for name, engine in trainer.engines.items():
-                kept = source.checkpoint(step, name)
-                again = engine.save_state(Path(scratch) / (name or "actor"), step=step).result()
-                prefix = f"{name}: " if name else ""
-                found += [
-                    Comparison(**{**asdict(each), "name": f"{prefix}{each.name}"})
-                    for each in compare_checkpoints(kept, again)
-                ]
-    return found
+def _compare_weights(source: Source, trainer: RecordedSteps, step: int) -> Iterator[Comparison]:
+    """Yield how the weights and the optimizer's state of each engine compare with the checkpoint after a step."""
+    with tempfile.TemporaryDirectory(prefix="rlite-replay-") as scratch:
+        again = Path(scratch) / f"step-{step}"
+        trainer.save(again)
+        for name in trainer.engines:
+            if (kept := source.checkpoint(step, name)) is not None:
+                yield from compare_checkpoints(kept, beside(again, name), f"{name}: " if name else "")
 
 
-def show(result: Replay, console: ConsoleReporter) -> None:
-    """Show how each step compares, and all quantities of the last one."""
-    console.report("replay", {"from": result.start})
-    for step in result.steps[:-1]:
-        odd = [each for each in step.comparisons if not each.is_equal]
-        worst = f"; {_worst(odd)}" if odd else ""
-        console.note(f"step {step.step}: {step.verdict}{worst}")
-        if step.verdict == "differs":
-            console.report(f"step {step.step}", {each.name: _told(each) for each in odd}, style="red")
-    last = result.steps[-1]
-    console.report(f"step {last.step}: {last.verdict}", {each.name: _told(each) for each in last.comparisons})
-    if result.notes:
-        console.warn("not compared", [("", note) for note in result.notes])
-
-
-def _worst(odd: Sequence[Comparison]) -> str:
-    worst = max(odd, key=lambda each: each.difference if each.difference == each.difference else float("inf"))
-    return f"{worst.name} by {worst.difference:.3g}"
-
-
-def _told(each: Comparison) -> str:
-    values = "" if each.kept is None else f"{each.kept:.9g} kept, {each.again:.9g} now; "
-    count = f"{each.count:,} numbers; " if each.kept is None else ""
-    away = "" if each.is_equal else f", by at most {each.difference:.3g} at {each.where}"
-    return f"{values}{count}{each.verdict}{away}"
+def show(report: Report, console: ConsoleReporter) -> None:
+    """Show how each step compares: all quantities of the last one and of those that differ."""
+    console.report("replay", {"from": report.start})
+    for step, compared in report.steps.items():
+        worst = worst_of(compared)
+        if step == max(report.steps) or worst.verdict == "differs":
+            style = "red" if worst.verdict == "differs" else ""
+            console.report(f"step {step}: {worst.verdict}", {each.name: str(each) for each in compared}, style=style)
+        else:
+            console.note(f"step {step}: {worst.verdict}{'' if worst.is_equal else f'; {worst.name}: {worst}'}")
+    if report.notes:
+        console.warn("not compared", [("", note) for note in report.notes])
 
 
 def stop_in_loss(trainer: Any) -> None:
     """Let the debugger stop wherever the loss of a trainer is computed."""
-    loss = trainer.loss
-    own = {"__call__": _stopping(type(loss).__call__)}
-    stopping: Any = object.__new__(type(f"Stopping{type(loss).__name__}", (type(loss),), own))
-    vars(stopping).update(vars(loss))
-    trainer.loss = stopping
+    loss, call = trainer.loss, type(trainer.loss).__call__
 
-
-def _stopping(call: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, outputs: Any, data: Mapping[str, Any]) -> Any:
         pdb.set_trace()  # `data` holds the pack, `outputs` what the model says about it; `step` enters the loss
         return call(self, outputs, data)
 
-    return __call__
+    stopping = type(f"Stopping{type(loss).__name__}", (type(loss),), {"__call__": __call__})
+    object.__setattr__(loss, "__class__", stopping)  # losses may be frozen
 
 
 def show_rows(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlite.assembly.proof.findings import Findings
+from rlite.assembly.proof.report import Report
 from rlite.assembly.proof.rollouts import place_of
 from rlite.assembly.proof.source import Source
 from rlite.assembly.rl import read_prompts
@@ -33,8 +33,8 @@ class RecordedEngine:
 
     def __init__(self, sequence: Mapping[str, Any], is_truncated: bool) -> None:
         first = sequence["mask"].index(True)
-        self.prompt, self._answer = sequence["ids"][:first], slice(first, None)
-        self._sequence = sequence
+        self.prompt: list[int] = sequence["ids"][:first]
+        self._answer = {name: list(sequence[name][first:]) for name in ("ids", "logprobs", "versions")}
         self._reason: StopReason = "length" if is_truncated else "stop"
         self.asked: list[int] = []
 
@@ -43,9 +43,9 @@ class RecordedEngine:
         self.asked = list(request.input_ids)
         return LLMResponse(
             input_tokens=self.asked,
-            output_tokens=list(self._sequence["ids"][self._answer]),
-            output_logprobs=list(self._sequence["logprobs"][self._answer]),
-            output_versions=list(self._sequence["versions"][self._answer]),
+            output_tokens=self._answer["ids"],
+            output_logprobs=self._answer["logprobs"],
+            output_versions=self._answer["versions"],
             stop_reason=self._reason,
             latency=0.0,
             ttft=0.0,
@@ -53,7 +53,7 @@ class RecordedEngine:
 
     def get_version(self) -> int:
         """Return the version of the answer's last token."""
-        return int(self._sequence["versions"][-1])
+        return int(self._answer["versions"][-1])
 
 
 class RewardChecks:
@@ -62,11 +62,11 @@ class RewardChecks:
     Args:
         source: the run.
         code: the user's file with its rewards.
-        findings: takes contradictions.
+        report: takes contradictions.
     """
 
-    def __init__(self, source: Source, code: str, findings: Findings) -> None:
-        self._findings = findings
+    def __init__(self, source: Source, code: str, report: Report) -> None:
+        self._report = report
         self._workflow: RolloutWorkflow | None = None
         self._items: dict[str, Mapping[str, Any]] = {}
         try:
@@ -76,7 +76,7 @@ class RewardChecks:
             self._items = {item_name(row, number): row for number, row in enumerate(rows)}
             self._workflow = make(options.rollout.train_sampling_params)
         except RliteError as error:
-            findings.note(f"rewards are not computed again: {error}")
+            report.note(f"rewards are not computed again: {error}")
 
     def check(self, sequences: Sequences, rows: Mapping[Place, Mapping[str, Any]]) -> None:
         """Check the rollouts of a step.
@@ -92,19 +92,19 @@ class RewardChecks:
     def _rollout(
         self, workflow: RolloutWorkflow, own: Sequence[Mapping[str, Any]], row: Mapping[str, Any] | None
     ) -> None:
-        findings, mask = self._findings, own[0]["mask"]
+        report, mask = self._report, own[0]["mask"]
         is_single = len(own) == 1 and True in mask and all(mask[mask.index(True) :])
         if row is None or row["reward"] is None or not is_single or row["item"] not in self._items:
-            findings.note("rewards of several turns, or of rows that the data has no longer, are not computed again")
+            report.note("rewards of several turns, or of rows that the data has no longer, are not computed again")
             return
         engine = RecordedEngine(own[0], bool(row["truncated"]))
         try:
             made = asyncio.run(workflow.arun_episode(engine, dict(self._items[row["item"]])))  # type: ignore[arg-type]
         except RliteError as error:
-            findings.expect(False, CHECK, place_of(row), f"reward {row['reward']:.9g}, and its function raises {error}")
+            report.expect(False, CHECK, place_of(row), f"reward {row['reward']:.9g}, and its function raises {error}")
             return
         told = "its prompt is not that of its item in the data"
-        findings.expect(engine.asked == engine.prompt, "prompts of rollouts", place_of(row), told)
+        report.expect(engine.asked == engine.prompt, "prompts of rollouts", place_of(row), told)
         again = float(made["rewards"][0]) if made is not None else None
         told = f"reward {row['reward']:.9g}, and its function returns {again}"
-        findings.expect(again is not None and abs(again - row["reward"]) <= 1e-6, CHECK, place_of(row), told)
+        report.expect(again is not None and abs(again - row["reward"]) <= 1e-6, CHECK, place_of(row), told)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlite.assembly.proof.findings import Findings
+from rlite.assembly.proof.report import Report
 from rlite.batch import NAMED_REWARD
 from rlite.services.record.batches import read_value
 from rlite.services.record.files import STATUSES
@@ -17,6 +17,8 @@ from rlite.services.record.recorder import TokenTexts, as_array, segments_of
 from rlite.trainer.rl.options import PpoConfig
 
 Row = Mapping[str, Any]
+Check = tuple[str, bool, str]
+"""what is checked, whether it holds, and what is wrong if not"""
 IN_BATCH = ("trained", "skipped")
 LEDGER, ROWS, TOKENS = "fates of rollouts", "rows of rollouts", "sequences of tokens"
 STALENESS = "staleness of tokens"
@@ -31,177 +33,176 @@ class RolloutChecks:
     """Checks rows of the record of training, step by step.
 
     Args:
-        findings: takes contradictions.
-        options: the options of the run.
-        weights: weights of the parts of the reward by name; {} if they are not known.
-        max_staleness: the bound on the age of tokens, in updates.
+        report: takes contradictions.
     """
 
-    def __init__(
-        self,
-        findings: Findings,
-        options: PpoConfig,
-        weights: Mapping[str, float],
-        max_staleness: int,
-    ) -> None:
-        self._findings, self._options, self._weights = findings, options, weights
-        self._max_staleness = max_staleness
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._step_of: dict[tuple[int, int], int] = {}
 
-    def rows(self, step: int, rows: Sequence[Row]) -> None:
-        """Check the rows of one step: each rollout has one fate, and whole groups were trained on."""
-        expect, samples = self._findings.expect, Counter(row["group"] for row in rows)
+    def rows(self, step: int, rows: Sequence[Row], options: PpoConfig, max_staleness: int) -> None:
+        """Check the rows of one step: each rollout has one fate, and whole groups were trained on.
+
+        Args:
+            step: the step.
+            rows: its rows.
+            options: options of the step.
+            max_staleness: the bound on the age of tokens, in updates.
+        """
+        weights = {name or "reward": reward.weight for name, reward in options.reward.items()}
+        groups: dict[int, list[Row]] = {}
         for row in rows:
-            place, key = place_of(row), (row["group"], row["sample"])
-            before = self._step_of.setdefault(key, step) if key not in self._step_of else self._step_of[key]
-            is_first = key not in self._step_of or before == step
-            expect(is_first, LEDGER, place, f"the same rollout has a row in step {before}: it was consumed twice")
-            expect(row["status"] in STATUSES, LEDGER, place, f"status {row['status']!r} is none of the fates")
-            is_in_batch = row["status"] in IN_BATCH
-            expect(not (row["status"] == "trained" and row["reason"]), LEDGER, place, "trained, and not, with a reason")
-            has_advantage = row["advantage"] is not None
-            expect(is_in_batch or not has_advantage, LEDGER, place, f"{row['status']}, and it has an advantage")
-            expect(not is_in_batch or row["reward"] is not None, ROWS, place, "in the batch without a reward")
-            self._version(step, row, place, is_in_batch)
-            self._reward(row, place)
-        counts = Counter((row["group"], row["sample"]) for row in rows)
-        for key, count in counts.items():
-            expect(count == 1, LEDGER, f"record, step {step}", f"group {key[0]}, sample {key[1]} has {count} rows")
-        size = self._options.responses_per_prompt
-        trained = {row["group"] for row in rows if row["status"] in IN_BATCH}
-        for group, count in samples.items():
-            place = f"record, step {step}, group {group}"
-            expect(count == size, LEDGER, place, f"it has {count} rollouts, and a group has {size}")
-            fates = {row["status"] in IN_BATCH for row in rows if row["group"] == group}
-            expect(
-                len(fates) == 1, LEDGER, place, "a part of the group was trained on; groups are whole or dropped whole"
-            )
-        for group in {row["group"] for row in rows if row["status"] == "filtered"}:
-            rewards = {row["reward"] for row in rows if row["group"] == group}
-            told = f"filtered, because all rewards of the group are equal, and they are {sorted(map(str, rewards))}"
-            expect(len(rewards) == 1, LEDGER, f"record, step {step}, group {group}", told)
-        most = self._options.train_data.prompts_per_rollout
-        expect(len(trained) <= most, LEDGER, f"record, step {step}", f"{len(trained)} groups in a batch of {most}")
-        if trained and len(trained) < most:
-            lost = [row for row in rows if row["status"] not in IN_BATCH]
-            told = (
-                f"{len(trained)} groups were trained on, a batch has {most}, and no row says what became of the others"
-            )
-            expect(bool(lost), LEDGER, f"record, step {step}", told)
+            groups.setdefault(row["group"], []).append(row)
+            self._take(place_of(row), self._of_row(step, row, max_staleness))
+            self._take(place_of(row), _of_parts(row, weights if len(weights) > 1 else {}))
+        for group, own in groups.items():
+            self._take(f"record, step {step}, group {group}", _of_group(own, options.responses_per_prompt))
+        self._take(f"record, step {step}", _of_step(rows, options.train_data.prompts_per_rollout))
 
-    def _version(self, step: int, row: Row, place: str, is_in_batch: bool) -> None:
-        oldest, newest = row["version_min"], row["version_max"]
-        if oldest is None or newest is None:
-            return
-        expect = self._findings.expect
-        expect(oldest <= newest, STALENESS, place, f"oldest policy version {oldest}, newest {newest}")
-        expect(newest < step, STALENESS, place, f"policy version {newest} in step {step}, which made version {step}")
-        if is_in_batch:
+    def _take(self, place: str, checks: Iterator[Check]) -> None:
+        for check, holds, told in checks:
+            self._report.expect(holds, check, place, told)
+
+    def _of_row(self, step: int, row: Row, max_staleness: int) -> Iterator[Check]:
+        before, status = self._step_of.setdefault((row["group"], row["sample"]), step), row["status"]
+        is_in_batch, oldest, newest = status in IN_BATCH, row["version_min"], row["version_max"]
+        yield LEDGER, before == step, f"the same rollout has a row in step {before}: it was consumed twice"
+        yield LEDGER, status in STATUSES, f"status {status!r} is none of the fates"
+        yield LEDGER, not (status == "trained" and row["reason"]), "trained, and not, with a reason"
+        yield LEDGER, is_in_batch or row["advantage"] is None, f"{status}, and it has an advantage"
+        yield ROWS, not is_in_batch or row["reward"] is not None, "in the batch without a reward"
+        if oldest is not None and newest is not None:
             age = step - 1 - oldest
-            expect(
-                age <= self._max_staleness, STALENESS, place, f"{age} updates old; the bound is {self._max_staleness}"
-            )
+            yield STALENESS, oldest <= newest, f"oldest policy version {oldest}, newest {newest}"
+            yield STALENESS, newest < step, f"policy version {newest} in step {step}, which made version {step}"
+            is_fresh = not is_in_batch or age <= max_staleness
+            yield STALENESS, is_fresh, f"{age} updates old; the bound is {max_staleness}"
 
-    def _reward(self, row: Row, place: str) -> None:
-        parts = dict(row["reward_parts"] or ())
-        if not parts or row["reward"] is None or set(parts) - set(self._weights):
-            return
-        total = sum(self._weights[name] * value for name, value in parts.items())
+
+def _of_parts(row: Row, weights: Mapping[str, float]) -> Iterator[Check]:
+    parts = dict(row["reward_parts"] or ())
+    if parts and row["reward"] is not None and parts.keys() <= weights.keys():
+        total = sum(weights[name] * value for name, value in parts.items())
         is_sum = math.isclose(total, row["reward"], rel_tol=1e-5, abs_tol=1e-5)
         told = f"reward {row['reward']:.9g}, and the weighted sum of its parts is {total:.9g}"
-        self._findings.expect(is_sum, "parts of rewards", place, told)
+        yield "parts of rewards", is_sum, told
+
+
+def _of_group(rows: Sequence[Row], size: int) -> Iterator[Check]:
+    for sample, count in Counter(row["sample"] for row in rows).items():
+        yield LEDGER, count == 1, f"sample {sample} has {count} rows"
+    yield LEDGER, len(rows) == size, f"it has {len(rows)} rollouts, and a group has {size}"
+    is_whole = len({row["status"] in IN_BATCH for row in rows}) == 1
+    yield LEDGER, is_whole, "a part of the group was trained on; groups are whole or dropped whole"
+    if any(row["status"] == "filtered" for row in rows):
+        rewards = {row["reward"] for row in rows}
+        told = f"filtered, because all rewards of the group are equal, and they are {sorted(map(str, rewards))}"
+        yield LEDGER, len(rewards) == 1, told
+
+
+def _of_step(rows: Sequence[Row], size: int) -> Iterator[Check]:
+    trained = len({row["group"] for row in rows if row["status"] in IN_BATCH})
+    yield LEDGER, trained <= size, f"{trained} groups in a batch of {size}"
+    has_lost = any(row["status"] not in IN_BATCH for row in rows)
+    told = f"{trained} groups were trained on, a batch has {size}, and no row says what became of the others"
+    yield LEDGER, not trained or trained >= size or has_lost, told
 
 
 class SequenceChecks:
     """Checks recorded sequences against each other, and against the rows of their rollouts.
 
     Args:
-        findings: takes contradictions.
+        report: takes contradictions.
         texts: decodes tokens; None if there is no tokenizer.
+        vocabulary: size of the model's vocabulary; None if it is not known.
     """
 
-    def __init__(self, findings: Findings, texts: TokenTexts | None) -> None:
-        self._findings, self._texts = findings, texts
+    def __init__(self, report: Report, texts: TokenTexts | None, vocabulary: int | None) -> None:
+        self._report, self._texts, self._vocabulary = report, texts, vocabulary
 
     def tokens(self, row: Row, sequences: Sequence[Row]) -> None:
         """Check the sequences of one rollout against its row, and against each other."""
         if not sequences:
             return
-        expect, place = self._findings.expect, place_of(row)
-        numbers = [sequence["sequence"] for sequence in sequences]
-        expect(numbers == list(range(len(numbers))), TOKENS, place, f"its sequences have the numbers {numbers}")
+        place, numbers = place_of(row), [sequence["sequence"] for sequence in sequences]
+        is_numbered = numbers == list(range(len(numbers)))
+        self._report.expect(is_numbered, TOKENS, place, f"its sequences have the numbers {numbers}")
         for sequence in sequences:
-            self._columns(sequence, f"{place}, sequence {sequence['sequence']}")
-        masks = [np.asarray(sequence["mask"], dtype=bool) for sequence in sequences]
-        versions = np.concatenate([np.asarray(sequence["versions"] or [], dtype=np.int64) for sequence in sequences])
-        made = versions[versions >= 0]
-        implied: dict[str, Any] = {
-            "response_tokens": int(sum(mask.sum() for mask in masks)),
-            "prompt_tokens": int(masks[0].argmax()) if masks[0].any() else len(masks[0]),
-            "version_min": int(made.min()) if len(made) else None,
-            "version_max": int(made.max()) if len(made) else None,
-        }
-        for name, value in implied.items():
-            expect(row[name] == value, ROWS, place, f"{name} is {row[name]}, and its tokens imply {value}")
-        self._of_batch(row, sequences, masks, place)
-        if self._texts is not None and row["segments"] is not None:
-            told = "its texts are not those of its tokens"
-            expect(row["segments"] == segments_of(sequences), ROWS, place, told)
+            for holds, told in self._of_sequence(sequence):
+                self._report.expect(holds, TOKENS, f"{place}, sequence {sequence['sequence']}", told)
+        for holds, told in self._of_row(row, sequences):
+            self._report.expect(holds, ROWS, place, told)
 
-    def _columns(self, sequence: Row, place: str) -> None:
-        expect, length = self._findings.expect, len(sequence["ids"])
+    def _of_sequence(self, sequence: Row) -> Iterator[tuple[bool, str]]:
+        ids = sequence["ids"]
         lists = {name: value for name, value in sequence.items() if isinstance(value, list) and name != "others"}
-        odd = {name: len(value) for name, value in lists.items() if len(value) != length}
-        expect(not odd, TOKENS, place, f"{length} tokens, and values of {odd}")
-        if odd:
+        odd = {name: len(value) for name, value in lists.items() if len(value) != len(ids)}
+        yield not odd, f"{len(ids)} tokens, and values of {odd}"
+        beyond = [place for place, token in enumerate(ids) if not 0 <= token < (self._vocabulary or math.inf)]
+        yield not beyond, f"tokens {beyond[:5]} have ids that are not in the vocabulary of {self._vocabulary}"
+        if odd or beyond:
             return
-        mask = np.asarray(sequence["mask"], dtype=bool)
-        versions = np.asarray(sequence["versions"], dtype=np.int64)
-        expect(bool((versions[mask] >= 0).all()), TOKENS, place, "a token to train on has no policy version")
+        mask, versions = np.asarray(sequence["mask"], dtype=bool), np.asarray(sequence["versions"], dtype=np.int64)
+        yield bool((versions[mask] >= 0).all()), "a token to train on has no policy version"
         if sequence["logprobs"] is not None:
             logprobs = np.asarray(sequence["logprobs"], dtype=np.float64)
-            expect(bool((logprobs <= 1e-4).all()), TOKENS, place, "the engine's log-probability of a token is above 0")
-            told = "a token that the model has not written has a log-probability of the engine"
-            expect(not logprobs[~mask & (versions < 0)].any(), TOKENS, place, told)
+            yield bool((logprobs <= 1e-4).all()), "the engine's log-probability of a token is above 0"
+            is_unread = not logprobs[~mask & (versions < 0)].any()
+            yield is_unread, "a token that the model has not written has a log-probability of the engine"
         if self._texts is not None:
-            text, offsets = self._texts.decode(sequence["ids"])
-            expect(text == sequence["text"], TOKENS, place, "its text is not that of its tokens")
-            expect(offsets == sequence["offsets"], TOKENS, place, "places of its tokens are not those in its text")
+            text, offsets = self._texts.decode(ids)
+            yield text == sequence["text"], "its text is not that of its tokens"
+            yield offsets == sequence["offsets"], "places of its tokens are not those in its text"
 
-    def _of_batch(self, row: Row, sequences: Sequence[Row], masks: Sequence[np.ndarray], place: str) -> None:
-        """Check a row against what the batch that was trained on held."""
-        others = [values_of(sequence) for sequence in sequences]
-        if not others[0]:
-            return
-        expect = self._findings.expect
-        rewards = others[0].get("rewards")
-        if rewards is not None and row["reward"] is not None:
-            total = float(rewards.sum(dtype=np.float64))
-            told = f"reward {row['reward']:.9g}, and the batch has {total:.9g}"
-            expect(math.isclose(total, row["reward"], rel_tol=1e-9, abs_tol=1e-12), ROWS, place, told)
-        for name, value in row["reward_parts"] or ():
-            found = others[0].get(f"{NAMED_REWARD}{name}")
-            if found is not None:
-                same = math.isclose(float(found.flatten()[0]), value, rel_tol=1e-9, abs_tol=1e-12)
-                expect(same, ROWS, place, f"part {name} of the reward is {value:.9g}, and the batch has {found}")
-        for key, name in (("scores", "score"), ("num_turns", "turns"), ("num_tool_calls", "tool_calls")):
-            if key in others[0]:
-                value = float(others[0][key].flatten()[0])
-                expect(value == row[name], ROWS, place, f"{name} is {row[name]}, and the batch has {value:g}")
-        if "truncated" in others[0]:
-            is_cut = any(bool(own["truncated"].any()) for own in others)
-            expect(
-                is_cut == row["truncated"], ROWS, place, f"truncated is {row['truncated']}, and the batch has {is_cut}"
-            )
-        groups = {int(own["group_ids"]) for own in others}
-        expect(groups == {row["group"]}, ROWS, place, f"its rows in the batch are of the groups {sorted(groups)}")
-        known = [sequence["advantages"] for sequence in sequences]
-        if all(each is not None for each in known) and any(mask.any() for mask in masks):
-            pairs = zip(known, masks, strict=True)
-            values = np.concatenate([np.asarray(each, dtype=np.float32)[mask] for each, mask in pairs])
-            mean, told = float(values.mean()), row["advantage"]
-            same = told is not None and math.isclose(mean, told, rel_tol=1e-5, abs_tol=1e-6)
-            expect(same, ROWS, place, f"advantage {told}, and the mean over its tokens is {mean:.9g}")
+    def _of_row(self, row: Row, sequences: Sequence[Row]) -> Iterator[tuple[bool, str]]:
+        masks = [np.asarray(sequence["mask"], dtype=bool) for sequence in sequences]
+        versions = [version for sequence in sequences for version in sequence["versions"] or () if version >= 0]
+        implied = {
+            "response_tokens": sum(int(mask.sum()) for mask in masks),
+            "prompt_tokens": int(masks[0].argmax()) if masks[0].any() else len(masks[0]),
+            "version_min": min(versions, default=None),
+            "version_max": max(versions, default=None),
+        }
+        for name, value in implied.items():
+            yield row[name] == value, f"{name} is {row[name]}, and its tokens imply {value}"
+        if self._texts is not None and row["segments"] is not None:
+            yield row["segments"] == segments_of(sequences), "its texts are not those of its tokens"
+        if (others := [values_of(sequence) for sequence in sequences])[0]:
+            yield from _of_batch(row, others)
+            known = [sequence["advantages"] for sequence in sequences]
+            if None not in known and any(mask.any() for mask in masks):
+                pairs = zip(known, masks, strict=True)
+                mean = float(np.concatenate([np.asarray(each, dtype=np.float32)[mask] for each, mask in pairs]).mean())
+                same = row["advantage"] is not None and math.isclose(mean, row["advantage"], rel_tol=1e-5, abs_tol=1e-6)
+                yield same, f"advantage {row['advantage']}, and the mean over its tokens is {mean:.9g}"
+
+
+def _of_batch(row: Row, others: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[bool, str]]:
+    """Yield checks of a row against what the batch that was trained on held."""
+    parts = dict(row["reward_parts"] or ())
+    columns = {key: row[name] for key, name in IN_ROWS.items()}
+    for key, values in others[0].items():
+        if key in columns or key.startswith(NAMED_REWARD):
+            value = columns.get(key, parts.get(key.removeprefix(NAMED_REWARD)))
+            value = math.nan if value is None else value  # a part that does not count
+            held = float(values.sum(dtype=np.float64))
+            same = math.isclose(held, value, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(held) and math.isnan(value))
+            yield same, f"{key} is {value:.9g}, and the batch has {held:.9g}"
+    if "truncated" in others[0]:
+        is_cut = any(bool(own["truncated"].any()) for own in others)
+        yield is_cut == row["truncated"], f"truncated is {row['truncated']}, and the batch has {is_cut}"
+    groups = {int(own["group_ids"]) for own in others}
+    yield groups == {row["group"]}, f"its rows in the batch are of the groups {sorted(groups)}"
+
+
+IN_ROWS = {
+    "rewards": "reward",
+    "scores": "score",
+    "num_turns": "turns",
+    "num_tool_calls": "tool_calls",
+    "num_tool_errors": "tool_errors",
+}
+"""columns of rows by the keys of a batch whose value of the whole trajectory they have"""
 
 
 def values_of(sequence: Row) -> dict[str, np.ndarray]:

@@ -18,23 +18,27 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlite import files
-from rlite.assembly.proof.trainers import RunOfTrainer, check_rows
+from rlite.assembly.proof.options import ReplayConfig
+from rlite.assembly.proof.trainers import RunOfTrainer, beside, check_rows
 from rlite.assembly.supervised import read_tokens
 from rlite.config import Count
 from rlite.data.chat.template import CLOCK
+from rlite.data.packs import check_batch
 from rlite.data.routing import ROUTED
 from rlite.data.tokens import BatchLoader, StreamLoader
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError, DataError, RliteError
 from rlite.runtime.storage.atomic import verify
 from rlite.services.console.sinks import read_metrics
-from rlite.services.record.batches import RecordedBatch, read_batch
-from rlite.services.record.chain import Folded, read_chain
+from rlite.services.record.batches import DAMAGED, DamagedBatch, RecordedBatch, check_ids, read_batch
+from rlite.services.record.chain import METRICS, read_chain
 from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader
-from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.model.prompt_lengths import vocab_size_of
 from rlite.trainer.run.checkpoints import steps_of
+from rlite.trainer.run.folder import CONFIG
 from rlite.trainer.run.program_objects import IN_MEMORY
 from rlite.trainer.run.resume import STARTED
+from rlite.yaml_texts import read_saved
 
 BUNDLE, BATCHES, MADE = "bundle.json", "batches", "made."
 """files of a bundle: its facts, and the folder of its batches; beginning of the names of what a step has made"""
@@ -48,14 +52,12 @@ class BundleFacts:
 
     format: Literal[1]
     step: Count
-    trainer: str
     versions: dict[str, str]
     """versions of packages that made the bundle"""
     total_steps: Count
     """steps of the whole run"""
     complete: dict[int, bool]
     """true for each step that was trained on everything that was generated for it"""
-    has_data: bool
     has_weights: bool
     hashes: dict[str, str]
     """hashes of files of the run that the bundle was made from, which has more than the bundle"""
@@ -64,32 +66,53 @@ class BundleFacts:
 _FACTS = TypeAdapter(BundleFacts)
 
 
-def columns_of(batch: TensorDict) -> dict[str, Tensor]:
-    """Return the tensors of a batch by key."""
-    return {str(key): value for key, value in batch.items() if isinstance(value, Tensor)}
-
-
 class Source:
     """The steps of a run.
 
     Args:
         folder: folder of the run, or an unpacked bundle.
-        weights: folder of a run with the checkpoints, for a bundle without weights.
-        code: the user's file, which may have the function that maps rows.
+        options: name the folder with the checkpoints and the user's file.
     """
 
-    def __init__(self, folder: Path, weights: Path | None = None, code: str | None = None) -> None:
-        self.folder, self._states, self._code = folder, (weights or folder) / "state", code
-        self.run = RunOfTrainer.read(folder)
+    def __init__(self, folder: Path, options: ReplayConfig) -> None:
+        self.folder, self._code = folder, options.code
+        self.chain = read_chain(folder)
         self.notes: list[str] = []
-        self._checkpoints = steps_of(self._states)
-        self._own = frozenset(self._checkpoints)
+        try:
+            saved = read_saved(folder / CONFIG)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder}: there is no {CONFIG}: expected the folder of a run") from None
+        links = [] if self.chain is None else self.chain.begins
+        kept = [(link.get("step", 0), link["options"]) for link in links if isinstance(link.get("options"), dict)]
+        self.run = RunOfTrainer.of(_filled(saved, kept[-1][1]) if kept else saved, folder, options.variables)
+        """trainer of the run, with its last options"""
+        self._runs: list[tuple[int, RunOfTrainer]] = []
+        for number, (step, tree) in enumerate(kept):
+            try:
+                is_last = number == len(kept) - 1
+                self._runs.append((step, self.run if is_last else RunOfTrainer.of(tree, folder, options.variables)))
+            except ConfigError as error:
+                self.notes.append(f"the options with which the run went on at step {step} are not known: {error}")
+        self.weights = weights = folder if options.weights is None else Path(options.weights).expanduser()
+        """folder with the checkpoints"""
+        if weights != folder:  # a bundle has no paths of the machine that made it
+            self._take_places(Source(weights, options.replace(weights=None)).run.saved)
+        self._states = weights / "state"
+        self._own = steps_of(self._states)
+        self._checkpoints = dict(self._own)
         origin = Path(str(self.run.saved["trainer"].get("load_ckpt_from") or "")).expanduser()
         if (match := re.fullmatch(r"step-(\d{1,9})", origin.name)) and not files.is_inside(origin, self._states):
             self._checkpoints.setdefault(int(match[1]), origin)  # of another run, with which this one began
         self._kept: dict[int, RecordedBatch] = {}
         self._rows: Iterator[TensorDict] | None = None
         self._next = 0
+
+    def _take_places(self, saved: Mapping[str, Any]) -> None:
+        """Take models and the first checkpoint from the run that has the weights."""
+        for group, own in self.run.saved.items():
+            for key in ("model_name", "load_ckpt_from"):
+                if isinstance(own, dict) and isinstance(theirs := saved.get(group), dict) and theirs.get(key):
+                    own[key] = theirs[key]
 
     @cached_property
     def bundle(self) -> BundleFacts | None:
@@ -108,27 +131,27 @@ class Source:
             raise DataError(f"no bundle of this version of rlite: {BUNDLE}: {wrong}") from None
 
     @cached_property
-    def _lines(self) -> dict[int, dict[str, float]]:
+    def reader(self) -> RecordReader:
+        """Reader of the record."""
+        reader = RecordReader(self.folder)
+        reader.refresh()
+        return reader
+
+    @cached_property
+    def metrics(self) -> Mapping[int, Mapping[str, float]]:
+        """Metrics that the run has logged, by step; 0 has evaluations before the first step."""
         lines: dict[int, dict[str, float]] = {}
         with suppress(FileNotFoundError):
-            for line in read_metrics(self.folder / "metrics.jsonl"):
+            for line in read_metrics(self.folder / METRICS):
                 lines.setdefault(int(line["step"]), {}).update({**line, **lines.get(int(line["step"]), {})})
         return lines
 
-    @property
-    def logged_steps(self) -> list[int]:
-        """The steps that metrics.jsonl has lines of."""
-        return sorted(self._lines)
-
-    def evaluated(self, step: int) -> Mapping[str, float]:
-        """Return what the run has logged for the evaluations after a step."""
-        return self._lines.get(step, {})
-
-    def samples_of(self, name: str) -> int:
-        """Return the largest k of pass@k of a set of evaluations."""
-        own = self.run.saved.get("test_data") or {}
-        own = own if "path" in own else own.get(name, {})
-        return int(own.get("k") or own.get("samples") or 1)
+    @cached_property
+    def vocabulary(self) -> int | None:
+        """Size of the model's vocabulary; None if the model is not there."""
+        with suppress(RliteError, LookupError, TypeError):
+            return vocab_size_of(self.run.model)
+        return None
 
     @property
     def last_step(self) -> int:
@@ -139,62 +162,37 @@ class Source:
         """
         if self.bundle is not None:
             return self.bundle.step
-        if not (steps := [step for step in self._lines if step > 0]):
-            raise DataError(f"{self.folder}: metrics.jsonl has no step; name one with --step")
+        if not (steps := [step for step in self.metrics if step > 0]):
+            raise DataError(f"{self.folder}: {METRICS} has no step; name one with --step")
         return max(steps)
 
-    @property
-    def is_one_device(self) -> bool:
-        """True if the run trained on one device, as a replay does."""
-        sizes = [self.run.saved.get("num_devices"), self.run.saved.get("launcher")]
-        return sizes in ([None, None], [1, None], [1, "inprocess"], [None, "inprocess"])
+    # -- options and checkpoints ---------------------------------------------------------------------------------
 
-    @cached_property
-    def chain(self) -> Folded | None:
-        """Content of the chain of hashes of the run; None if it has none."""
-        return read_chain(self.folder)
+    def run_at(self, step: int) -> RunOfTrainer:
+        """Return the trainer with the options that made a step: those of the last link before it."""
+        found = [run for after, run in self._runs if after < step]
+        return found[-1] if found else self.run
 
-    @property
-    def changed_after(self) -> int:
-        """The step up to which the run had other options, which its folder no longer has; 0 if it never had."""
-        return 0 if self.chain is None else self.chain.changed_after
-
-    def check_options(self, step: int) -> None:
-        """Check that a step can be made again.
-
-        Raises:
-            ConfigError: options of the run were changed since.
-        """
-        if (first := self.first_step(step)) <= self.changed_after:
-            odd = f"the run had other options up to step {self.changed_after}, and its config.yaml has the newer ones"
-            raise ConfigError(f"step {step}: {odd}; a replay would begin with step {first}")
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    def spans(self, step: int) -> list[tuple[int, int]]:
+        """Return first and last step of each span of equal options, from the checkpoint before a step to the step."""
+        first = self.first_step(step)
+        changes = range(first + 1, step + 1)
+        starts = [first, *(n for n in changes if self.run_at(n).deciding != self.run_at(n - 1).deciding)]
+        return list(zip(starts, [*(start - 1 for start in starts[1:]), step], strict=True))
 
     def checkpoint_before(self, step: int) -> Path | None:
         """Return the newest checkpoint before a step; None if the run began with its model."""
-        earlier = [own for own in self._checkpoints if own < step]
-        return self._checkpoints[max(earlier)] if earlier else None
+        return self._checkpoints.get(self.first_step(step) - 1)
 
     def first_step(self, step: int) -> int:
         """Return the first step to make, so that a step can be made."""
-        earlier = [own for own in self._checkpoints if own < step]
-        return max(earlier, default=0) + 1
+        return max((own for own in self._checkpoints if own < step), default=0) + 1
 
-    def has_checkpoint(self, step: int) -> bool:
-        """Return whether there is a checkpoint after a step."""
-        return step in self._own
-
-    def checkpoint(self, step: int, name: str = "") -> Path:
-        """Return the checkpoint of an engine after a step."""
-        path = self._checkpoints[step]
-        return path.with_name(f"{path.name}-{name}") if name else path
+    def checkpoint(self, step: int, name: str = "") -> Path | None:
+        """Return the checkpoint of an engine after a step; None if there is none."""
+        return beside(self._own[step], name) if step in self._own else None
 
     # -- what was learnt -----------------------------------------------------------------------------------------
-
-    def metrics(self, step: int) -> Mapping[str, float] | None:
-        """Return what the run has logged for a step; None if it has no line of it."""
-        return self._lines.get(step)
 
     def is_complete(self, step: int) -> bool:
         """Return whether a step was trained on everything that was generated for it."""
@@ -202,11 +200,9 @@ class Source:
             return self.bundle.complete.get(step, False)
         if not self.run.is_rl:
             return True
-        if (self.metrics(step) or {}).get("num_filtered"):
+        if self.metrics.get(step, {}).get("num_filtered"):
             return False  # rollouts ahead of training: groups that a filter refused have rows in other steps
-        reader = RecordReader(self.folder)
-        reader.refresh()
-        return all(row["status"] in ("trained", "skipped") for row in reader.rollouts(TRAIN, step))
+        return all(row["status"] in ("trained", "skipped") for row in self.reader.rollouts(TRAIN, step))
 
     def batch(self, step: int, options: Any) -> TensorDict:
         """Return what a step has received.
@@ -219,24 +215,20 @@ class Source:
             DataError: it is not kept; the message says which option would have kept it.
         """
         if self.bundle is not None or self.run.is_rl:
-            given = self._recorded(step).given
-            is_chosen_anew = isinstance(options, PpoConfig) and options.actor.routing_replay == "old_policy"
+            given = self.recorded(step).given
+            is_chosen_anew = self.run.is_rl and options.actor.routing_replay == "old_policy"
             return given.exclude(ROUTED) if is_chosen_anew else given
-        if self._rows is None:
+        if self._rows is None or step < self._next:
             before = self.first_step(step)
             self._rows, self._next = iter(self._loader(options, before - 1)), before
-        while self._next < step:
+        for _ in range(step - self._next):
             next(self._rows)
-            self._next += 1
-        if self._next > step:
-            self._rows = None
-            return self.batch(step, options)
-        self._next += 1
+        self._next = step + 1
         return next(self._rows)
 
     def made(self, step: int) -> Mapping[str, Tensor]:
         """Return what the run has recorded of what a step has computed."""
-        return self._recorded(step).made if self.bundle is not None or self.run.is_rl else {}
+        return self.recorded(step).made if self.bundle is not None or self.run.is_rl else {}
 
     def total_steps(self, options: Any) -> int:
         """Return the number of steps of the whole run."""
@@ -244,9 +236,18 @@ class Source:
             return self.bundle.total_steps
         return options.trainer.total_steps if self.run.is_rl else self._loader(options, 0).num_batches
 
-    def _recorded(self, step: int) -> RecordedBatch:
+    def recorded(self, step: int) -> RecordedBatch:
+        """Return the recorded batch of a step.
+
+        Raises:
+            DataError: it is not recorded.
+            DamagedBatch: it cannot be the run's.
+        """
         if step not in self._kept:
-            self._kept = {step: self._bundled(step) if self.bundle is not None else read_batch(self.folder, step)}
+            found = read_batch(self.reader, step) if self.bundle is None else self._bundled(step)
+            if self.vocabulary is not None:
+                check_ids(found, self.vocabulary, f"{self.folder}: step {step}")
+            self._kept = {step: found}
         return self._kept[step]
 
     def _bundled(self, step: int) -> RecordedBatch:
@@ -255,11 +256,11 @@ class Source:
             raise DataError(f"the bundle has no tokens of step {step}: write it with --with-data to replay it")
         try:
             columns = load_file(path)
-            made = {name.removeprefix(MADE): value for name, value in columns.items() if name.startswith(MADE)}
-            given = {name: value for name, value in columns.items() if not name.startswith(MADE)}
-            return RecordedBatch(TensorDict(given, batch_size=[len(given["input_ids"])]), made)
-        except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
-            raise DataError(f"the bundle's batch of step {step} is damaged: {error}") from error
+            made = {name.removeprefix(MADE): columns.pop(name) for name in [*columns] if name.startswith(MADE)}
+            check_batch(columns)
+            return RecordedBatch(TensorDict(columns, batch_size=[len(columns["input_ids"])]), made)
+        except (SafetensorError, *DAMAGED) as error:
+            raise DamagedBatch(f"the bundle's batch of step {step} is damaged: {error}") from error
 
     def _loader(self, options: Any, step: int) -> BatchLoader | StreamLoader:
         """Return the loader of a supervised run after a step.
@@ -267,7 +268,7 @@ class Source:
         Raises:
             ConfigError: its rows were objects of a program, or pass through code of the user that is not named.
         """
-        data, trainer, cls = options.data, options.trainer, self.run.entry.find_trainer()
+        data, trainer, cls = options.data, options.trainer, self.run.trainer
         if data.path in (None, IN_MEMORY) and not data.mixture:
             raise ConfigError(f"{self.folder}: the rows were objects of a program, and no file has them")
         check_rows(data, "data", self._code)
@@ -285,3 +286,12 @@ class Source:
         if "loader" in facts:
             loader.load_state_dict(facts["loader"])
         return loader
+
+
+def _filled(saved: Any, kept: Any) -> Any:
+    """Return options of config.yaml with the values that the chain has kept of interpolations."""
+    if isinstance(saved, Mapping) and isinstance(kept, Mapping):
+        return {key: _filled(value, kept.get(key, value)) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(kept, list) and len(saved) == len(kept):
+        return [_filled(*each) for each in zip(saved, kept, strict=True)]
+    return kept if isinstance(saved, str) and "${" in saved else saved

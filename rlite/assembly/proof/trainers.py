@@ -6,22 +6,23 @@ folder. The options of the run decide the rest, so that a step computes what it 
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 import rlite
 from rlite import config, files
-from rlite.assembly.trainers import TRAINERS, TrainerEntry
+from rlite.assembly.trainers import TRAINERS
 from rlite.data.tokens import Tally, TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError, RliteError
@@ -34,7 +35,7 @@ from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.rollouts import Generated
 from rlite.trainer.run.training_run import step_metrics
 from rlite.types import AsyncInference, GenerationHyperparameters
-from rlite.yaml_texts import read_saved
+from rlite.yaml_texts import flat
 
 ONE_DEVICE = {"launcher": "inprocess", "num_devices": 1}
 ALONE = ("ddp_size", "tp_size", "sp_size", "ep_size")
@@ -46,11 +47,11 @@ NO_OBSERVERS: Mapping[str, Any] = {
     "best_metric": None,
     "best_is_highest": None,
     "stop_at": {},
-    "trace": False,
-    "trace_steps": [],
-    "overwrite": False,
 }
 """options of a run that have no part in its steps"""
+LENGTHS = ("trainer.total_steps", "trainer.n_epochs")
+NO_STEP = ("imports", "reward", "test_data", "trainer", "launcher", "num_devices")
+"""groups of options that decide nothing about a step whose rollouts are given"""
 IN_TURNS = {"evaluate": "in_turns", "evaluation_devices": None, "max_recoveries": 0}
 ROLLOUTS: Mapping[str, Any] = {
     "executor": "torch",
@@ -67,40 +68,65 @@ ROLLOUTS: Mapping[str, Any] = {
 """options of rollouts, which are not generated again"""
 
 
-class RunOfTrainer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class RunOfTrainer:
     """The options of a run, and its trainer."""
 
-    name: str
-    entry: TrainerEntry
-    saved: Mapping[str, Any]
+    trainer: Any
+    """its class"""
+    saved: dict[str, Any]
     """the tree of config.yaml"""
+    variables: Sequence[str] = ()
+    """variables of the environment that the options may read"""
+
+    @classmethod
+    def of(cls, saved: Any, folder: Path, variables: Sequence[str] = ()) -> RunOfTrainer:
+        """Return the trainer of a run.
+
+        Args:
+            saved: the options that the run has saved.
+            folder: the run's folder.
+            variables: variables of the environment that the options may read.
+
+        Raises:
+            ConfigError: the options are those of no trainer.
+        """
+        saved = saved if isinstance(saved, dict) else {}
+        groups = ("trainer", *(["rollout", "train_data", "actor"] if "rollout" in saved else []))
+        found = [*map(saved.get, groups), saved.get("reward") or {}]
+        if not all(isinstance(group, dict) for group in found):
+            raise ConfigError(f"{folder}: its config.yaml is no config of a run: it needs {', '.join(groups)}")
+        trainers = [entry.find_trainer() for entry in TRAINERS.values()]
+        fitting = [trainer for trainer in trainers if saved.keys() <= trainer.config_class.model_fields.keys()]
+        if not fitting:
+            raise ConfigError(f"{folder}: its config.yaml is of none of the trainers {', '.join(TRAINERS)}")
+        kinds = {kind_of(path) for path in sorted((folder / "state").glob("step-*/" + FACTS))}
+        named = [trainer for trainer in fitting if trainer.config_class.__name__ in kinds]
+        # presets differ in defaults alone, and a saved config has no defaults left
+        return cls((named or fitting)[0], saved, variables)
 
     @property
     def is_rl(self) -> bool:
         """True if the run learns from rollouts."""
         return "rollout" in self.saved
 
-    @classmethod
-    def read(cls, folder: Path) -> RunOfTrainer:
-        """Return the trainer of the run in a folder, and the options that it has saved.
+    @property
+    def is_one_device(self) -> bool:
+        """True if the run trained on one device, as a replay does."""
+        return self.saved.get("num_devices") in (None, 1) and self.saved.get("launcher") in (None, "inprocess")
 
-        Raises:
-            ConfigError: the folder holds no run of a trainer.
-        """
-        try:
-            saved = read_saved(folder / "config.yaml")
-        except FileNotFoundError:
-            raise ConfigError(f"{folder}: there is no config.yaml: expected the folder of a run") from None
-        groups = ("trainer", *(["rollout", "train_data", "actor"] if "rollout" in saved else []))
-        if not all(isinstance(saved.get(name), dict) for name in groups) or isinstance(saved.get("reward"), list):
-            raise ConfigError(f"{folder}: its config.yaml is no config of a run: it needs {', '.join(groups)}")
-        fitting = [name for name, entry in TRAINERS.items() if _fits(entry, saved)]
-        if not fitting:
-            raise ConfigError(f"{folder}: its config.yaml is of none of the trainers {', '.join(TRAINERS)}")
-        kinds = {kind_of(path) for path in sorted((folder / "state").glob("step-*/" + FACTS))}
-        named = [name for name in fitting if TRAINERS[name].options.rpartition(":")[2] in kinds]
-        name = (named or fitting)[0]  # presets differ in defaults alone, and a saved config has no defaults left
-        return cls(name, TRAINERS[name], saved)
+    @property
+    def model(self) -> str:
+        """Folder or hub name of the trained model."""
+        return str(self.saved[self.trainer.key]["model_name"])
+
+    @cached_property
+    def deciding(self) -> dict[str, Any]:
+        """Options that decide what a step computes: the trainer's only if learning rates follow them."""
+        tree = dict(flat(self.saved))
+        rates = [value for key, value in tree.items() if key.endswith((".scheduler", ".warmup_ratio"))]
+        lasting = () if set(map(str, rates)) <= {"constant", "None", "0", "0.0"} else LENGTHS
+        return {key: value for key, value in tree.items() if key.split(".")[0] not in NO_STEP or key in lasting}
 
     def options(self, folder: Path, code: str | None, is_own_layout: bool) -> Any:
         """Return the options of a run that makes steps again in a folder of its own.
@@ -113,27 +139,22 @@ class RunOfTrainer(NamedTuple):
         Raises:
             ConfigError: the options need code of the user, or are not those of this version of rlite.
         """
-        kind = _options_class(self.entry)
         tree = {key: value for key, value in self.saved.items() if key not in ("imports", "reward", "test_data")}
-        rewards = {name: {"weight": own.get("weight", 1.0)} for name, own in self._rewards() if isinstance(own, dict)}
         trainer = {**tree["trainer"], **NO_OBSERVERS, "save_dir": str(folder), "load_ckpt_from": None}
-        tree |= {"trainer": trainer, "imports": [] if code is None else [code]}
         if self.is_rl:
             trainer |= {name: value for name, value in IN_TURNS.items() if name in trainer}
             tree["rollout"] = {**tree["rollout"], **ROLLOUTS}
             sizes = {name: tree["train_data"].get(name) for name in ("prompts_per_rollout", "responses_per_prompt")}
             tree["train_data"] = {"path": RECORDED, **sizes}
-            tree["reward"] = {name: {"path": RECORDED, **own} for name, own in rewards.items()}
+            reward = self.saved.get("reward") or {}
+            rewards = [("", reward)] if "path" in reward else reward.items()
+            named = {name: own.get("weight", 1.0) for name, own in rewards if isinstance(own, dict)}
+            tree["reward"] = {name: {"path": RECORDED, "weight": weight} for name, weight in named.items()}
         if not is_own_layout:
             tree |= ONE_DEVICE
-            for group in ("actor", "critic", "ref_actor"):
-                if isinstance(tree.get(group), dict):
-                    tree[group] = {**tree[group], **{name: 1 for name in ALONE if tree[group].get(name)}}
-        try:
-            return config.load(kind, [], given=_literal(tree))
-        except RliteError as error:
-            hint = "" if code else "; if code of the run registers it, name the file: --code FILE.py"
-            raise ConfigError(f"the saved options cannot be used: {error}{hint}") from error
+            for group in [group for group in ("actor", "critic", "ref_actor") if isinstance(tree.get(group), dict)]:
+                tree[group] = {**tree[group], **{name: 1 for name in ALONE if tree[group].get(name)}}
+        return self._load({**tree, "trainer": trainer}, code)
 
     def original_options(self, code: str) -> Any:
         """Return the options of the run as they were, with rewards whose functions are all in the user's file.
@@ -143,8 +164,7 @@ class RunOfTrainer(NamedTuple):
         """
         tree = {key: value for key, value in self.saved.items() if key != "test_data"}
         trainer, rollout = {**tree["trainer"], **NO_OBSERVERS}, {**tree["rollout"], **ROLLOUTS}
-        tree |= {"imports": [code], "trainer": trainer, "rollout": rollout}
-        options = config.load(_options_class(self.entry), [], given=_literal(tree))
+        options = self._load({**tree, "trainer": trainer, "rollout": rollout}, code)
         for name, own in options.reward.items():
             if own.path is None:
                 raise ConfigError(f"reward {name}: a model or a judge gives it, which an audit does not ask")
@@ -153,9 +173,15 @@ class RunOfTrainer(NamedTuple):
         check_rows(options.train_data, "train_data", code)
         return options
 
-    def _rewards(self) -> list[tuple[str, Any]]:
-        reward = self.saved.get("reward") or {}
-        return [("", reward)] if "path" in reward else list(reward.items())
+    def _load(self, tree: Mapping[str, Any], code: str | None) -> Any:
+        given = literal({**tree, "imports": [code] if code else []}, self.variables)
+        try:
+            return config.load(self.trainer.config_class, [], given=given)
+        except RliteError as error:
+            hint = "" if code else "; if code of the run registers it, name the file: --code FILE.py"
+            if read := sorted(set(re.findall(r"\$\{oc\.env:(\w+)", str(given)))):
+                hint += f"; the run read variables of its environment: set them, and add variables=[{', '.join(read)}]"
+            raise ConfigError(f"the saved options cannot be used: {error}{hint}") from error
 
 
 def check_named(option: str, function: str, code: str | None) -> None:
@@ -176,7 +202,7 @@ def check_named(option: str, function: str, code: str | None) -> None:
 
 
 def check_rows(data: TableOptions, key: str, code: str | None) -> None:
-    """Check that reading rows runs no function but those in the user's file, and reads no endless template.
+    """Check that reading rows runs no function but those in the user's file.
 
     Args:
         data: options of the tables.
@@ -184,13 +210,11 @@ def check_rows(data: TableOptions, key: str, code: str | None) -> None:
         code: the user's file.
 
     Raises:
-        ConfigError: a function is elsewhere, or the template is no file.
+        ConfigError: a function is elsewhere.
     """
     for source in data.sources(key).values():
         if source.map is not None:
             check_named(f"{source.key}.map={source.map}", source.map, code)
-    if (template := data.chat_template_path) is not None and not os.path.isfile(Path(template).expanduser()):
-        raise ConfigError(f"{key}.chat_template_path={template}: no such file")
 
 
 RECORDED = "recorded"
@@ -206,26 +230,29 @@ def kind_of(facts: Path) -> str:
     return ""
 
 
-def _options_class(entry: TrainerEntry) -> Any:
-    module, name = entry.options.split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _fits(entry: TrainerEntry, saved: Mapping[str, Any]) -> bool:
-    return set(saved) <= set(_options_class(entry).model_fields)
-
-
-def _literal(tree: Any) -> Any:
+def literal(tree: Any, variables: Sequence[str] = ()) -> Any:
     """Return a tree whose texts read nothing from the environment; references to other options stay.
 
     An interpolation after an even number of backslashes would be resolved.
+
+    Args:
+        tree: the options.
+        variables: variables that are read nevertheless.
+
+    Raises:
+        ConfigError: one of these variables is not set.
     """
     if isinstance(tree, Mapping):
-        return {key: _literal(value) for key, value in tree.items()}
+        return {key: literal(value, variables) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_literal(value) for value in tree]
+        return [literal(value, variables) for value in tree]
     if not isinstance(tree, str) or re.fullmatch(r"\$\{[\w.]+\}", tree):
         return tree
+    for name in [name for name in variables if f"${{oc.env:{name}}}" in tree]:
+        if name not in os.environ:
+            raise ConfigError(f"variables=[{name}]: this variable is not set")
+        tree = tree.replace(f"${{oc.env:{name}}}", os.environ[name])
+        tree = re.sub(r"\$\{oc\.decode:([^${}]*)\}", r"\1", tree)
     return re.sub(r"(?<!\\)(\\*)\$\{", lambda found: found[0] if len(found[1]) % 2 else f"\\{found[0]}", tree)
 
 
@@ -234,13 +261,14 @@ class RecordedWorkflow(RolloutWorkflow):
 
     Args:
         gconfig: the sampling of the run.
-        num_seats: seats that were trained.
+        batch: a batch of the run, with the seats that were trained.
     """
 
     needs_prompt = False
 
-    def __init__(self, gconfig: GenerationHyperparameters, num_seats: int) -> None:
-        self.gconfig, self.num_seats = gconfig, num_seats
+    def __init__(self, gconfig: GenerationHyperparameters, batch: TensorDict) -> None:
+        self.gconfig = gconfig
+        self.num_seats = int(batch["seat_ids"].max()) + 1 if "seat_ids" in batch else 1
 
     async def arun_episode(self, engine: AsyncInference, data: dict[str, Any]) -> TensorDict | None:
         """Return None: no item is asked."""
@@ -258,16 +286,16 @@ class RecordedSteps:
     """
 
     def __init__(self, run: RunOfTrainer, options: LaunchOptions, total_steps: int, example: TensorDict) -> None:
-        self.options, self._is_rl = options, isinstance(options, PpoConfig)
-        kind = _without_sync(run.entry.find_trainer()) if self._is_rl else run.entry.find_trainer()
+        self.run, self.options, self._is_rl = run, options, run.is_rl
+        kind = _without_sync(run.trainer) if self._is_rl else run.trainer
         if isinstance(options, PpoConfig):
-            seats = int(example["seat_ids"].max()) + 1 if "seat_ids" in example else 1
-            workflow = RecordedWorkflow(options.rollout.train_sampling_params.gconfig(), seats)
+            workflow = RecordedWorkflow(options.rollout.train_sampling_params.gconfig(), example)
             self.trainer = kind(options, workflow, [{"prompt": RECORDED}] * options.train_data.prompts_per_rollout)
         else:
-            own: Any = options  # one epoch of as many steps as all epochs had
-            own = own.replace(trainer=own.trainer.replace(n_epochs=1))
-            self.trainer = kind(own, _rows_like(example, total_steps * own.data.batch_size))
+            own: Any = options  # as many epochs of one batch as all epochs had batches
+            trainer = own.trainer.replace(n_epochs=total_steps, total_steps=None)
+            own = own.replace(trainer=trainer, data=own.data.replace(streaming=False))
+            self.trainer = kind(own, _rows_of(example))
 
     @property
     def engines(self) -> dict[str, RliteTrainEngine]:
@@ -302,13 +330,19 @@ class RecordedSteps:
         """
         for name, engine in self.engines.items():
             if name:
-                engine.load_state(checkpoint.with_name(f"{checkpoint.name}-{name}"))
+                engine.load_state(beside(checkpoint, name))
         facts = self.engines[""].load_state(checkpoint)
         with naming(checkpoint / FACTS):
             if self._is_rl:
                 self.trainer.kl.load_state_dict(facts.get("kl", {}))
             self.trainer.run.step = int(facts["step"])
         return self.trainer.run.step
+
+    def save(self, checkpoint: Path) -> None:
+        """Write a checkpoint, which `load` takes."""
+        facts = {"step": self.trainer.run.step, **({"kl": self.trainer.kl.state_dict()} if self._is_rl else {})}
+        for name, engine in self.engines.items():
+            engine.save_state(beside(checkpoint, name), **facts).result()
 
     def step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
         """Make one step.
@@ -352,23 +386,27 @@ def _without_sync(kind: Any) -> Any:
     return type(f"Recorded{kind.__name__}", (kind,), {"sync": sync, "metrics_of_step": metrics_of_step})
 
 
-def _rows_like(batch: TensorDict, num_items: int) -> TokenRows:
-    """Return as many items as a run had, each the beginning of the first item of a batch: nobody reads them."""
+def beside(checkpoint: Path, name: str) -> Path:
+    """Return the checkpoint of another engine beside the main one, whose name is ""."""
+    return checkpoint.with_name(f"{checkpoint.name}-{name}") if name else checkpoint
+
+
+def columns_of(batch: TensorDict) -> dict[str, Tensor]:
+    """Return the tensors of a batch by key."""
+    return {str(key): value for key, value in batch.items() if isinstance(value, Tensor)}
+
+
+def _rows_of(batch: TensorDict) -> TokenRows:
+    """Return the rows of a batch as data; nobody reads them, and only their number counts."""
     per_item = 2 if "pair_ids" in batch else 1
-    lengths = batch["attention_mask"][:per_item].sum(-1).clamp(max=2)
-    ids = torch.cat([row[:length] for row, length in zip(batch["input_ids"], lengths[:per_item], strict=False)])
-    starts = np.concatenate([[0], lengths.numpy().cumsum()])
+    mask, items = batch["attention_mask"], len(batch) // per_item
     known = ("input_ids", "attention_mask", "loss_mask")
     return TokenRows(
-        input_ids=np.resize(ids.numpy().astype(np.int32), len(ids) * num_items),
-        loss_mask=np.ones(len(ids) * num_items, dtype=bool),
-        starts=np.concatenate([*(starts[:-1] + len(ids) * item for item in range(num_items)), [len(ids) * num_items]]),
-        source=np.arange(num_items),
+        input_ids=batch["input_ids"][mask].numpy().astype(np.int32),
+        loss_mask=batch["loss_mask"][mask].numpy(),
+        starts=np.concatenate([[0], mask.sum(-1).cumsum(0).numpy()]),
+        source=np.arange(items),
         rows_per_item=per_item,
-        per_row={
-            str(key): np.resize(torch.as_tensor(value[:per_item]).numpy(), (num_items * per_item, *value.shape[1:]))
-            for key, value in batch.items()
-            if key not in known
-        },
-        tally=Tally(num_read=num_items, max_length=batch["input_ids"].shape[1], num_kept=num_items),
+        per_row={key: value.numpy() for key, value in columns_of(batch).items() if key not in known},
+        tally=Tally(num_read=items, max_length=mask.shape[1], num_kept=items),
     )

@@ -39,6 +39,8 @@ SECONDS = 1.0
 """seconds of a processor for one conversation; a thousand messages take a tenth of one"""
 MAX_CHARACTERS = 2**26
 MAX_INTEGER = 10**6
+MAX_TEMPLATE = 2**20
+"""characters of a template; the longest of today have a thirtieth of them"""
 INTERVAL_S = 0.05
 """seconds between two looks at the clocks"""
 
@@ -85,11 +87,13 @@ def limited(render: Callable[[], Any]) -> Any:
 
 
 def check_constants(template: str) -> None:
-    """Refuse numbers that no conversation needs: an operation on them cannot be interrupted.
+    """Refuse a size and numbers that no conversation needs: an operation on them cannot be interrupted.
 
     Raises:
-        TemplateLimit: the template has a power, or a large number.
+        TemplateLimit: the template is too long, or has a power, or a large number.
     """
+    if len(template) > MAX_TEMPLATE:
+        raise TemplateLimit(f"its chat template has more than {MAX_TEMPLATE} characters")
     before = ""
     for _, kind, text in Environment().lex(template):
         if (kind == "integer" and int(text.replace("_", ""), 0) > MAX_INTEGER) or (text == "**" and before not in "(,"):

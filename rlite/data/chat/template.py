@@ -5,6 +5,7 @@ The time that templates write is that of the clock, or a fixed time, so that a r
 
 from __future__ import annotations
 
+import io
 import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
+from rlite import files
 from rlite.data.chat import forms
 from rlite.data.chat.forms import Marks, Message, Messages, Part, Places
 from rlite.data.prompts import TextTokenizer
@@ -317,14 +319,15 @@ def with_template(tokenizer: Any, path: str | None, key: str) -> Any:
         key: name of the option in messages.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or is no chat template by its size or its numbers.
     """
     if path is not None:
         try:
-            tokenizer.chat_template = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            with files.reading(Path(path).expanduser()) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+                tokenizer.chat_template = text.read(forms.MAX_TEMPLATE + 1)
+            check_template_limits(tokenizer)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{key}={path}: expected a text file with a chat template: {error}") from error
-        check_template_limits(tokenizer)
     return tokenizer
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -18,14 +19,16 @@ from rlite.errors import DataError
 from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader
 
-FROM_COLUMNS = {"input_ids": "ids", "loss_mask": "mask", "versions": "versions", "logprobs": "logprobs"}
-"""keys of a batch that a workflow makes, by the columns of tokens that hold them"""
+GIVEN = {"input_ids": "ids", "loss_mask": "mask", "versions": "versions", "logprobs": "logprobs"}
+"""columns of tokens that hold keys of a batch that a workflow makes, by these keys"""
+OF_STEP = ("advantages", "trainer_logprobs", "entropy")
+"""columns of tokens that a step makes"""
 MADE = frozenset(key.name for key in KEYS.values() if key.writer in ("reference", "critic", "trainer", "advantages"))
 """keys of a batch that a step makes itself"""
 DTYPES = {name: getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "int32", "int64")}
 DTYPES |= {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 """types of recorded values by name"""
-DAMAGED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError)
+DAMAGED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 """errors of code that reads a damaged record"""
 RECORD_ALL = "trainer.record=all records every step so; the default, sample, the steps 1, 11, 21, ... alone"
 
@@ -43,20 +46,18 @@ class RecordedBatch(NamedTuple):
     """values of the step: `advantages`, `trainer_logprobs`, `entropy` and others [N, L]; NaN where unknown"""
 
 
-def read_batch(folder: Path, step: int) -> RecordedBatch:
+def read_batch(reader: RecordReader, step: int) -> RecordedBatch:
     """Return the batch that a recorded step was trained on.
 
     Args:
-        folder: the run's folder.
+        reader: reader of the run's record.
         step: the step.
 
     Raises:
         DataError: the record does not hold the whole batch; the message says why, and which option would have kept it.
         DamagedBatch: it holds a batch that cannot be the run's.
     """
-    reader = RecordReader(folder)
-    reader.refresh()
-    where = f"{folder}: step {step}"
+    where = f"{reader.folder}: step {step}"
     if TRAIN not in reader.sources:
         raise DataError(f"{where}: the run kept no record of its rollouts (trainer.record=none). {RECORD_ALL}")
     found = [row for row in reader.batch_rows(step) if row["row"] is not None]
@@ -82,27 +83,48 @@ def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:
     """Return the batch of recorded rows, each with the columns of `BATCH_ROWS`, in the order of the batch.
 
     Raises:
-        DataError: a value is not what its type and shape say.
+        DataError: a value is not what its type and shape say, or the padded rows do not fit into memory.
     """
-    columns = {key: _padded(key, [_column(key, row[name]) for row in rows]) for key, name in FROM_COLUMNS.items()}
-    lengths = torch.tensor([len(row["ids"]) for row in rows])
-    columns["attention_mask"] = torch.arange(columns["input_ids"].shape[1]) < lengths[:, None]
+    dtypes = {key: DTYPES[KEYS[key].dtype] for key in GIVEN}
+    columns = {key: [torch.tensor(row[name], dtype=dtypes[key]) for row in rows] for key, name in GIVEN.items()}
+    for name in OF_STEP:
+        values = [[math.nan] * len(row["ids"]) if row[name] is None else row[name] for row in rows]
+        columns[name] = [torch.tensor(value, dtype=torch.float32) for value in values]
     others = [dict(row["others"]) for row in rows]
     for key in others[0]:
         if key in columns:
-            raise DataError(f"the record has {key} twice")
-        columns[key] = _padded(key, [read_value(key, row.get(key)) for row in others])
-    made = {key: columns.pop(key) for key in [*columns] if key in MADE}
-    for name in ("advantages", "trainer_logprobs", "entropy"):
-        length = columns["input_ids"].shape[1]
-        values = [np.full(length, np.nan) if row[name] is None else np.asarray(row[name]) for row in rows]
-        made[name] = _padded(name, [torch.tensor(value, dtype=torch.float32) for value in values])
-    check_batch(columns)
-    return RecordedBatch(TensorDict(columns, batch_size=[len(rows)]), made)
+            raise DataError(f"it has {key} twice")
+        columns[key] = [read_value(key, row.get(key)) for row in others]
+    needed = sum(len(rows) * max(value.nbytes for value in values) for values in columns.values())
+    if needed > (free := psutil.virtual_memory().available):
+        longest = max(len(row["ids"]) for row in rows)
+        told = f"{len(rows)} rows of up to {longest:,} tokens take {needed / 1e9:.3g} GB"
+        raise DataError(f"{told} when they are padded, and {free / 1e9:.3g} GB of memory are free")
+    lengths = torch.tensor([len(row["ids"]) for row in rows])
+    batch = {key: _padded(key, values) for key, values in columns.items()}
+    batch["attention_mask"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
+    made = {key: batch.pop(key) for key in [*batch] if key in MADE or key in OF_STEP}
+    check_batch(batch)
+    return RecordedBatch(TensorDict(batch, batch_size=[len(rows)]), made)
 
 
-def _column(key: str, values: Sequence[Any]) -> Tensor:
-    return torch.tensor(values, dtype=DTYPES[KEYS[key].dtype])
+def check_ids(batch: RecordedBatch, size: int, where: str) -> None:
+    """Check that the ids of a batch are in a vocabulary.
+
+    Args:
+        batch: the batch.
+        size: size of the vocabulary.
+        where: folder and step, for the message.
+
+    Raises:
+        DamagedBatch: an id is not; the message has its place.
+    """
+    for key, least in (("input_ids", 0), ("kept_ids", -1)):
+        if key in batch.given:
+            ids = batch.given[key]
+            for row, place in ((ids < least) | (ids >= size)).nonzero()[:1].tolist():
+                told = f"{key} has {int(ids[row, place])}, and the vocabulary has the ids 0 to {size - 1}"
+                raise DamagedBatch(f"{where}, row {row}, token {place}: {told}")
 
 
 def read_value(key: str, stored: Mapping[str, Any] | None) -> Tensor:

@@ -144,12 +144,16 @@ def all_files(folder: Path) -> list[RecordFile]:
 
     Pipes, sockets and links to nothing are no files of the record.
     """
-    found = []
-    for path in sorted((folder / FOLDER).glob("*.parquet")):
-        if (match := _NAME.fullmatch(path.name)) and os.path.isfile(path):
-            source, first, last, kind = match.groups()
-            found.append(RecordFile(path, source, int(first), int(last or first), kind))
-    return found
+    paths = sorted((folder / FOLDER).glob("*.parquet"))
+    return [file for path in paths if (file := file_of(path)) and os.path.isfile(path)]
+
+
+def file_of(path: Path) -> RecordFile | None:
+    """Return the file of a record that a path names, whether or not it is there; None if it names none."""
+    if (match := _NAME.fullmatch(path.name)) is None:
+        return None
+    source, first, last, kind = match.groups()
+    return RecordFile(path, source, int(first), int(last or first), kind)
 
 
 def record_files(folder: Path) -> list[RecordFile]:
@@ -185,6 +189,10 @@ class Gap:
     last: int | None
     """last step; None if the run has not been resumed since"""
     reason: str
+
+    def __contains__(self, step: int) -> bool:
+        """Return whether a step may be missing."""
+        return self.first <= step and (self.last is None or step <= self.last)
 
     def __str__(self) -> str:
         last = "the end" if self.last is None else self.last

@@ -174,7 +174,7 @@ def strip(file: RecordFile) -> bool:
     """
     if file.kind == "tokens":
         return delete([file.path])
-    return _has_texts(file.path) and _rewrite([file.path], file.path, _without_texts)
+    return has_texts(file.path) and _rewrite([file.path], file.path, _without_texts)
 
 
 def delete(paths: Iterable[Path]) -> bool:
@@ -192,8 +192,8 @@ def delete(paths: Iterable[Path]) -> bool:
     return True
 
 
-def _has_texts(path: Path) -> bool:
-    """Return whether a file has a text, which is read no further than to the first row group with one."""
+def has_texts(path: Path) -> bool:
+    """Return whether a file has a text; it is read no further than to the first row group with one."""
     try:
         with pq.ParquetFile(path) as file:
             parts = (file.read_row_group(number, columns=list(TEXTS)) for number in range(file.num_row_groups))

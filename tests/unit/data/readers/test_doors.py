@@ -129,6 +129,9 @@ def test_a_chat_template_by_path_replaces_the_tokenizers_own(tmp_path: Path) -> 
     assert rendered == "[user] hi\n"
     with pytest.raises(ConfigError, match=r"data\.chat_template_path=nowhere\.jinja"):
         with_template(byte_tokenizer(), "nowhere.jinja", "data.chat_template_path")
+    file.write_text("a" * (2**20 + 1))
+    with pytest.raises(ConfigError, match="more than 1048576 characters"):
+        with_template(byte_tokenizer(), str(file), "data.chat_template_path")
 
 
 def test_columns_of_a_program_are_rows() -> None:

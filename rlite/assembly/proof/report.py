@@ -1,16 +1,21 @@
-"""Contradictions that an audit finds, and what it could not check."""
+"""The result of a replay or of an audit: what was compared, contradictions, and what could not be checked."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlite.assembly.proof.comparison import Comparison
-from rlite.errors import RliteError
+from rlite import files
+from rlite.assembly.proof.comparison import Comparison, worst_of
+from rlite.errors import RliteError, writing
 from rlite.services.record.batches import DAMAGED
+
+REPLAYED = "steps made again"
 
 
 class Finding(NamedTuple):
@@ -23,14 +28,20 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class Findings:
-    """The result of an audit."""
+class Report:
+    """What a command has found."""
 
+    start: str = ""
+    """checkpoint or model that a replay began from"""
+    steps: dict[int, list[Comparison]] = field(default_factory=dict)
+    """comparisons of the steps that were made again"""
     found: list[Finding] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
     """numbers of things that were checked, by what was checked"""
     notes: list[str] = field(default_factory=list)
     """texts about everything that was not checked, with the reason"""
+    is_exact: bool = False
+    """every bit of a step that is made again has to be equal"""
 
     def expect(self, holds: bool, check: str, place: str, problem: str | Callable[[], str]) -> None:
         """Count a check, and note a contradiction if it does not hold.
@@ -61,7 +72,7 @@ class Findings:
         except (RliteError, *DAMAGED) as error:
             self.expect(False, check, place, f"it cannot be checked: {type(error).__name__}: {error}")
 
-    def expect_near(self, comparison: Comparison, check: str, place: str, is_exact: bool = False) -> None:
+    def compare(self, comparison: Comparison, check: str, place: str, is_exact: bool = False) -> None:
         """Count a comparison, and note a contradiction if the two are not equal, or not near.
 
         Args:
@@ -71,26 +82,42 @@ class Findings:
             is_exact: every bit has to be equal.
         """
         holds = comparison.is_equal if is_exact else comparison.is_near
-        self.expect(holds, check, place, lambda: _told(comparison))
+        self.expect(holds, check, place, lambda: f"{comparison.name}: {comparison}")
+
+    def replayed(self, step: int, place: str, comparisons: Iterable[Comparison]) -> None:
+        """Take quantities of a step that was made again.
+
+        Args:
+            step: the step.
+            place: where the kept quantities stand.
+            comparisons: how they compare.
+        """
+        for each in comparisons:
+            self.steps.setdefault(step, []).append(each)
+            self.compare(each, REPLAYED, place, self.is_exact)
+
+    def verdict(self, step: int) -> str:
+        """Return the worst verdict of a step that was made again."""
+        return worst_of(self.steps[step]).verdict
 
     def note(self, text: str) -> None:
         """Note once what was not checked."""
         if text not in self.notes:
             self.notes.append(text)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the result as plain values."""
+    def write(self, *paths: Path) -> None:
+        """Write the result as JSON.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        steps = [
+            {"step": step, "verdict": self.verdict(step), "comparisons": [asdict(each) for each in own]}
+            for step, own in self.steps.items()
+        ]
         found = [finding._asdict() for finding in self.found]
-        return {"passed": not found, "found": found, "checked": dict(self.checked), "not_checked": self.notes}
-
-    def lines(self, limit: int) -> Iterator[tuple[str, str]]:
-        """Yield the first contradictions as places and texts."""
-        yield from self.found[:limit]
-        if len(self.found) > limit:
-            yield "", f"and {len(self.found) - limit} more"
-
-
-def _told(comparison: Comparison) -> str:
-    if comparison.kept is not None:
-        return f"{comparison.name} is {comparison.kept:.9g}, and the rest implies {comparison.again:.9g}"
-    return f"{comparison.name} differs by {comparison.difference:.3g} at {comparison.where}"
+        result: dict[str, Any] = {"passed": not found, "found": found, "checked": dict(self.checked)}
+        result |= {"not_checked": self.notes, "start": self.start, "steps": steps}
+        for path in paths:
+            with writing(path):
+                files.replace(path, json.dumps(result, indent=2).encode())

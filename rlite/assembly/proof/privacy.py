@@ -1,0 +1,76 @@
+"""Values that leave the machine of a run with a bundle, or stand in its chain: no secrets, no paths, no prompts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import PureWindowsPath
+from typing import Any
+
+_KEYS = (
+    *("secret", "passw", "passphrase", "credential", "bearer", "authorization", "cookie", "^token$", "^dsn$"),
+    *(r"(api|access|private|signing|ssh|encryption)_?key", r"(^|[_-])(auth|access|api|refresh|session|hf|hub)_?token$"),
+)
+SECRET = re.compile("|".join(_KEYS), re.IGNORECASE)
+"""keys of options whose values no bundle has"""
+VALUES = re.compile(
+    r"\b(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abpr]-|AKIA|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+"""values that look like tokens of well-known services"""
+PROMPTS = ("system_prompt", "rubric", "env_config", "chat_template_options")
+"""keys whose values may be prompts, which a bundle without data does not have"""
+PLACE = re.compile(r"(file:)?(~|/|[A-Za-z]:[\\/])[^\n]*[\\/]")
+"""beginning of an absolute path with a folder in it"""
+NO_STEP = ("imports", "reward", "test_data", "rollout", "trainer")
+"""groups whose texts decide nothing about a step that is made again, and may be secrets of any form"""
+REMOVED = "(removed)"
+
+
+def public(tree: Any, has_prompts: bool, key: str = "") -> Any:
+    """Return options without secrets, by their keys, their form and the environment, and without folders.
+
+    Args:
+        tree: the options.
+        has_prompts: keep texts that are a part of prompts.
+        key: key of the options.
+    """
+    if SECRET.search(key) and tree not in (None, "", {}, []):
+        return REMOVED
+    if key in PROMPTS and tree and not has_prompts:
+        return {} if isinstance(tree, Mapping) else REMOVED
+    if isinstance(tree, Mapping):
+        return {name: public(value, has_prompts, str(name)) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [public(value, has_prompts) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    return PureWindowsPath(tree).name if PLACE.match(tree) else _without_credentials(tree)
+
+
+def is_shown(key: str, source: str, value: Any) -> bool:
+    """Return whether the chain of a run may have the value of an interpolation: a step needs it, and it is no secret.
+
+    Args:
+        key: key of the option.
+        source: the interpolation, such as `${oc.env:NAME}`.
+        value: its value.
+    """
+    group, name = key.split(".")[0], key.split(".")[-1]
+    if SECRET.search(name) or any(map(_is_secret, re.findall(r"\w+", source))):
+        return False
+    if isinstance(value, str):
+        return group not in NO_STEP and _without_credentials(value) == value
+    return isinstance(value, bool | int | float | None)
+
+
+def _is_secret(variable: str) -> bool:
+    return SECRET.search(variable) is not None or variable.endswith(("_KEY", "_TOKEN"))
+
+
+def _without_credentials(text: str) -> str:
+    secrets = [value for name, value in os.environ.items() if _is_secret(name)]
+    if VALUES.search(text) or any(len(value) >= 8 and value in text for value in secrets):
+        return REMOVED
+    without_user = re.sub(r"(?<=://)[^/@\s]+@", f"{REMOVED}@", text)
+    return re.sub(r"(://[^\s?]*)\?\S+", rf"\1?{REMOVED}", without_user)
