@@ -97,7 +97,13 @@ def compare(name: str, kept: Tensor, again: Tensor) -> Comparison:
 
 
 def compare_rows(name: str, kept: Tensor, again: Tensor) -> Comparison:
-    """Return how values of the rows of a batch, or of their tokens, compare; NaN in the kept ones is unknown."""
+    """Return how values of the rows of a batch, or of their tokens, compare.
+
+    Args:
+        name: name of the quantity.
+        kept: values that the run has kept, [N, ...]; NaN is unknown.
+        again: values that were computed again.
+    """
     if kept.shape == again.shape:
         again = torch.where(kept.isnan(), kept, again.to(kept.dtype))
     return compare(f"{name} of {'tokens' if kept.dim() > 1 else 'rows'}", kept, again)

@@ -1,4 +1,4 @@
-"""The result of a replay or of an audit: what was compared, contradictions, and what could not be checked."""
+"""The result of a replay or of an audit: comparisons, contradictions, and everything that could not be checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
 
 @dataclass
 class Report:
-    """What a command has found."""
+    """The result of a replay or of an audit."""
 
     start: str = ""
     """checkpoint or model that a replay began from"""

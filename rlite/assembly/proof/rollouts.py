@@ -18,7 +18,7 @@ from rlite.trainer.rl.options import PpoConfig
 
 Row = Mapping[str, Any]
 Check = tuple[str, bool, str]
-"""what is checked, whether it holds, and what is wrong if not"""
+"""name of a check, True if it holds, and a text about the contradiction if it does not"""
 IN_BATCH = ("trained", "skipped")
 LEDGER, ROWS, TOKENS = "fates of rollouts", "rows of rollouts", "sequences of tokens"
 STALENESS = "staleness of tokens"

@@ -73,7 +73,7 @@ class RunOfTrainer:
     """The options of a run, and its trainer."""
 
     trainer: Any
-    """its class"""
+    """class of the trainer"""
     saved: dict[str, Any]
     """the tree of config.yaml"""
     variables: Sequence[str] = ()
