@@ -81,6 +81,8 @@ class LLMRequest:
     """names of further columns that the response shall have, of those that the executor offers. `kept_ids`: for each
     token the ids among which top-p and top-k let it be drawn, at most `MAX_KEPT_IDS`; [] if nothing was removed.
     `routed_experts`: the experts that a mixture of experts has chosen, see `rlite.data.routing`"""
+    adapter: str | None = None
+    """name of the adapter that completes it; None is the policy"""
 
     def __post_init__(self) -> None:
         if type(self.input_ids) is not list or set(map(type, self.input_ids)) != {int}:
@@ -93,7 +95,7 @@ class LLMResponse:
 
     `output_logprobs[i]` is log_softmax(logits / temperature) of token i under the unfiltered distribution
     (temperature 1 when greedy). If the request asked for `kept_ids`, it is over the kept ids of token i, if there are
-    any. `output_versions[i]` is the policy version that made token i.
+    any. `output_versions[i]` is the policy version that made token i, or the version of the request's adapter.
     """
 
     input_tokens: list[int]
@@ -157,6 +159,8 @@ class SequenceRequest:
     reported; limits and stop strings count from the completion's beginning"""
     extras: tuple[str, ...] = ()
     """names of the columns that its chunks contain"""
+    adapter: str | None = None
+    """name of the adapter that completes it; None is the policy"""
 
 
 OnChunk = Callable[[TokenChunk], object]

@@ -150,7 +150,9 @@ class PipelineWorker:
 
     # -- atomic operations -------------------------------------------------------------------------------------------
 
-    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def forward_backward(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight, adapter: None = None
+    ) -> dict[str, float]:
         share, loss_fn, loss_weight_fn = self._from_first(share, loss_fn, loss_weight_fn)
         if not self._weight:
             self._forget()
@@ -177,7 +179,7 @@ class PipelineWorker:
         self._weight, self._is_finite = total, self._is_finite and is_finite
         return {**means, "weight": added}
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, adapter: None = None, settings: None = None) -> dict[str, float]:
         optimizer = self._optimizer()
         lr, weight, is_finite = float(optimizer.param_groups[0]["lr"]), self._weight, self._is_finite
         held = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -192,7 +194,9 @@ class PipelineWorker:
         self._forget()
         return {"grad_norm": norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
 
-    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def train_batch(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight, adapter: None = None
+    ) -> dict[str, float]:
         self._optimizer()
         self._forget()
         means = self.forward_backward(share, loss_fn, loss_weight_fn)
@@ -214,7 +218,9 @@ class PipelineWorker:
         return packs, weights, self._sum([sum(weights)])[0]
 
     @torch.no_grad()
-    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def eval_batch(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight, adapter: None = None
+    ) -> dict[str, float]:
         share, loss_fn, loss_weight_fn = self._from_first(share, loss_fn, loss_weight_fn)
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
@@ -228,7 +234,9 @@ class PipelineWorker:
         return {**means, "weight": total}
 
     @torch.no_grad()
-    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Any:
+    def forward(
+        self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool, adapter: None = None
+    ) -> Any:
         share, post_hook, _ = self._from_first(share, post_hook, without_adapters)
         found = []
         with evaluating(self.module):

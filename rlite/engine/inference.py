@@ -74,16 +74,17 @@ class RliteInferenceEngine(TextEngine):
         if request.gconfig.n_samples != 1:
             raise ConfigError(f"agenerate makes one completion, not n_samples={request.gconfig.n_samples}; call again")
         tokens = self._checked(list(request.input_ids), "prompt 0")
-        in_flight = InFlightRequest(self._request(tokens, request.gconfig, extras=request.extras), on_chunk)
+        further: dict[str, Any] = {"extras": request.extras, "adapter": request.adapter}
+        in_flight = InFlightRequest(self._request(tokens, request.gconfig, **further), on_chunk)
         await self._complete(in_flight, affinity=request.rid)
         return in_flight.response(request)
 
     def _request(
-        self, ids: list[int], gconfig: GenerationHyperparameters, sample: int = 0, extras: tuple[str, ...] = ()
+        self, ids: list[int], gconfig: GenerationHyperparameters, sample: int = 0, **further: Any
     ) -> SequenceRequest:
         number = next(self._ids)
         seed = mix(self.options.seed, number) if gconfig.seed is None else mix(gconfig.seed, sample)
-        return SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed, extras=extras)
+        return SequenceRequest(request_id=number, input_ids=ids, gconfig=gconfig, seed=seed, **further)
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,10 +26,12 @@ from rlite.config import Options
 from rlite.data.packs import BatchShare
 from rlite.errors import ConfigError, RliteError, UnknownOptionError, did_you_mean
 from rlite.nn.base import BaseTrainModule
+from rlite.nn.options import LoraOptions
 from rlite.runtime.cluster.launcher import SessionOptions
 from rlite.runtime.cluster.placement import DeviceKind
 from rlite.runtime.cluster.session import EngineOptions, LauncherName, Session, open_session, shutdown
 from rlite.runtime.parallel.host_memory import DeviceUsage
+from rlite.runtime.replicas.adapters import AdapterWeights
 from rlite.runtime.replicas.engine import Engine
 from rlite.runtime.replicas.workers import Backend, Kind, SourceWorker
 
@@ -120,6 +123,12 @@ class TrainBackend(Backend):
     prefix_obstacle: Callable[[BaseTrainModule, Any], str | None] = _shares_nothing
     """prefix_obstacle(module, options) returns why workers compute every row of a pack whole; None if they compute the
     tokens that `BatchShare.sharing` names once"""
+    check_adapter: Callable[[BaseTrainModule, Any, LoraOptions], LoraOptions] | None = None
+    """check_adapter(module, options, adapter) in the driver returns the adapter with the whole names of its layers, or
+    raises ConfigError; None: the executor has no adapters by name, and its methods take no argument `adapter`"""
+    read_adapter: Callable[[BaseTrainModule, Path], LoraOptions] | None = None
+    """read_adapter(module, folder) in the driver returns the form of an adapter in PEFT's format, or raises ConfigError
+    if it belongs to another base model"""
     choices: Callable[[Any], dict[str, str]] | None = None
     """method of the worker that returns what it chose when it was built, and why, by topic of the start report"""
 
@@ -129,7 +138,9 @@ class TrainWorker(SourceWorker, Protocol):
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
-    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
+    def forward_backward(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
+    ) -> dict[str, Any]:
         """Accumulate the gradients of a batch, without a step.
 
         After any number of calls the gradients are those of the weighted mean over all microbatches since the last
@@ -139,7 +150,8 @@ class TrainWorker(SourceWorker, Protocol):
             share: this data rank's rows and microbatches. An empty microbatch is computed on padding rows with weight
                 zero, because every rank takes part in every collective.
             loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean.
+            loss_weight_fn: weight of a pack's mean; None: losses are sums over a pack, and gradients add up.
+            adapter: the adapter whose gradients accumulate; None is the module.
 
         Returns:
             Over all ranks: the weighted means of the loss and of the means that loss_fn reports, and `weight`. For each
@@ -147,8 +159,12 @@ class TrainWorker(SourceWorker, Protocol):
                 own rows on CPU, without padding, in the order of the microbatches.
         """
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, adapter: str | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
         """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
+
+        Args:
+            adapter: the adapter that makes the step; None is the module.
+            settings: new values of the optimizer's options, and `max_grad_norm` of this step.
 
         Returns:
             `grad_norm`, `lr`, `weight` of all accumulated batches, and `is_skipped`. `is_skipped` is 1 if there was no
@@ -158,34 +174,47 @@ class TrainWorker(SourceWorker, Protocol):
             ConfigError: the module has no optimizer.
         """
 
-    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
+    def train_batch(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
+    ) -> dict[str, Any]:
         """Drop accumulated gradients, then call `forward_backward` and `optimizer_step`.
 
         Args:
             share: as for `forward_backward`.
             loss_fn: as for `forward_backward`.
             loss_weight_fn: as for `forward_backward`.
+            adapter: as for `forward_backward`.
 
         Returns:
             The results of both calls.
         """
 
-    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def eval_batch(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
+    ) -> dict[str, float]:
         """Return the means of `forward_backward`, in evaluation mode and without gradients.
 
         Args:
             share: as for `forward_backward`.
             loss_fn: as for `forward_backward`.
             loss_weight_fn: as for `forward_backward`.
+            adapter: as for `forward_backward`.
         """
 
-    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Tensor:
+    def forward(
+        self,
+        share: BatchShare,
+        post_hook: Callable[..., Tensor],
+        without_adapters: bool,
+        adapter: str | None = None,
+    ) -> Tensor:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` in evaluation mode, without gradients.
 
         Args:
             share: as for `forward_backward`.
             post_hook: function of each pack.
-            without_adapters: switch the module's adapters off meanwhile.
+            without_adapters: switch the module's own adapters off meanwhile.
+            adapter: the adapter with which the module computes; None is none.
 
         Returns:
             The values [T, ...] of the tokens of the share's own rows on CPU, without padding, in the order of the
@@ -285,6 +314,53 @@ class TrainWorker(SourceWorker, Protocol):
 
     def device_usage(self) -> DeviceUsage:
         """Return this rank's device and the peak memory of its process there since the last call."""
+
+
+class AdapterTrainWorker(TrainWorker, Protocol):
+    """One rank of a train engine that has adapters by name."""
+
+    def add_adapter(self, name: str, options: LoraOptions, seed: int) -> None:
+        """Make an adapter beside layers of the module, with an optimizer of its own.
+
+        Args:
+            name: a new name.
+            options: rank, scale and layers.
+            seed: seed of the initial values, which do not depend on the number of ranks.
+        """
+
+    def remove_adapter(self, name: str) -> None:
+        """Drop an adapter with its gradients and its optimizer."""
+
+    def adapter_weights(self, name: str | None) -> AdapterWeights | None:
+        """Return the values of an adapter whole, on the first rank of all; None on the others. A collective.
+
+        Args:
+            name: the adapter; None is the module's own (`add_lora`).
+        """
+
+    def save_adapter(self, name: str, path: str, facts: dict[str, Any]) -> None:
+        """Write an adapter in PEFT's format, and the state of its optimizer, whole or not at all.
+
+        Args:
+            name: the adapter.
+            path: the folder to make or replace.
+            facts: JSON-serialisable facts, sealed with the files.
+
+        Raises:
+            CheckpointError: the files could not be written.
+        """
+
+    def load_adapter(self, name: str, path: str, has_state: bool) -> None:
+        """Read an adapter of the same layers and rank. Accumulated gradients are dropped.
+
+        Args:
+            name: the adapter.
+            path: a folder with PEFT's files.
+            has_state: read the state of its optimizer, too; otherwise the optimizer begins anew.
+
+        Raises:
+            CheckpointError: a file cannot be read. Nothing was changed.
+        """
 
 
 def init(

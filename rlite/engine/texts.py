@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 from rlite.data.prompts import raw_prompts
 from rlite.engine.outputs import Messages, Prompts, Sampling, conversation, outputs, sampling
 from rlite.engine.registry import find_backend
+from rlite.errors import DataError
 from rlite.nn.pretrained import end_ids, load_config, load_tokenizer, local_checkpoint
+from rlite.runtime.replicas.adapter_serving import AdapterServing
 from rlite.runtime.replicas.replica import InferenceBackend, InFlightRequest
 from rlite.runtime.replicas.router import Policy
-from rlite.runtime.replicas.serving import ServingEngine
 from rlite.types import (
     GenerationHyperparameters,
     LLMRequest,
@@ -32,7 +33,7 @@ from rlite.types import (
 )
 
 
-class TextEngine(ServingEngine):
+class TextEngine(AdapterServing):
     """An engine that completes and scores texts and tokens, in whole calls. `RliteInferenceEngine` adds rollouts.
 
     Args:
@@ -47,7 +48,11 @@ class TextEngine(ServingEngine):
         super().__init__(backend, executor, folder, load_config(folder).get_text_config(), max_replacements, routing)
 
     def generate(
-        self, prompts: Prompts, sampling_params: Sampling = None, timeout: float | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        timeout: float | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. A text is completed as it is: `chat` applies the chat template.
 
@@ -60,6 +65,7 @@ class TextEngine(ServingEngine):
                 own default. The default temperature is 1. `prompt_logprobs=True` adds the log-probabilities of the
                 prompts.
             timeout: seconds for the whole call.
+            adapter: name of the adapter of all prompts, or one name for each prompt; None is the policy.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -77,10 +83,13 @@ class TextEngine(ServingEngine):
         self._need_prompt_logprobs(has_prompt_logprobs)
         prompts = [prompts] if isinstance(prompts, str | Mapping) else prompts
         tokens = self._all_tokens(prompts)
-        samples = range(gconfig.n_samples)
-        groups = [[InFlightRequest(self._request(ids, gconfig, sample)) for sample in samples] for ids in tokens]
+        samples, names = range(gconfig.n_samples), self._adapter_of_each(adapter, len(tokens))
+        groups = [
+            [InFlightRequest(self._request(ids, gconfig, sample, adapter=name)) for sample in samples]
+            for ids, name in zip(tokens, names, strict=True)
+        ]
         self._complete_all(groups, timeout)
-        logprobs = self.prompt_logprobs(tokens) if has_prompt_logprobs else None
+        logprobs = self._prompt_logprobs(tokens, names) if has_prompt_logprobs else None
         return outputs(prompts, groups, self.tokenizer, logprobs)
 
     def chat(
@@ -129,20 +138,42 @@ class TextEngine(ServingEngine):
         finally:
             task.cancel()
 
-    def prompt_logprobs(self, prompts: Sequence[str | Sequence[int]]) -> list[list[float]]:
+    def _adapter_of_each(self, adapter: str | Sequence[str | None] | None, num: int) -> list[str | None]:
+        names = [adapter] * num if adapter is None or isinstance(adapter, str) else [*adapter]
+        if len(names) != num:
+            raise DataError(f"generate: {len(names)} adapters for {num} prompts; give one name, or one for each prompt")
+        for name in names:
+            self._check_adapter("generate", name)
+        return names
+
+    def _prompt_logprobs(self, tokens: Sequence[list[int]], names: Sequence[str | None]) -> list[list[float]]:
+        found: dict[int, list[float]] = {}
+        for name in dict.fromkeys(names):
+            rows = [row for row, own in enumerate(names) if own == name]
+            found |= zip(rows, self.prompt_logprobs([tokens[row] for row in rows], name), strict=True)
+        return [found[row] for row in range(len(tokens))]
+
+    def prompt_logprobs(self, prompts: Sequence[str | Sequence[int]], adapter: str | None = None) -> list[list[float]]:
         """Return log_softmax(logits) of every token but the first of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: as for `score`.
+            adapter: as for `score`.
 
         Raises:
             ConfigError: the executor cannot compute prompt log-probabilities.
         """
-        return [scored.logprobs for scored in self.score(prompts, num_top=0)]
+        return [scored.logprobs for scored in self.score(prompts, num_top=0, adapter=adapter)]
 
-    def score(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+    def score(
+        self, prompts: Sequence[str | Sequence[int]], num_top: int = 1, adapter: str | None = None
+    ) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens, and the most likely tokens at their places.
 
         Args:
             prompts: texts or token ids, at most `max_model_len - 1` tokens each.
             num_top: number of most likely tokens, from 0 to `MAX_TOP_LOGPROBS`.
+            adapter: name of the adapter of all prompts; None is the policy.
 
         Returns:
             One entry per prompt, in the order of the prompts.
@@ -153,19 +184,23 @@ class TextEngine(ServingEngine):
             ResidencyError: weights or KV cache are not on the device, or the engine is paused.
             WorkerDied: a replica was lost meanwhile.
         """
-        return self._score("score", self._all_tokens(prompts), num_top)
+        return self._score("score", self._all_tokens(prompts), num_top, adapter=adapter)
 
-    async def ascore(self, prompts: Sequence[str | Sequence[int]], num_top: int = 1) -> list[PromptLogprobs]:
+    async def ascore(
+        self, prompts: Sequence[str | Sequence[int]], num_top: int = 1, adapter: str | None = None
+    ) -> list[PromptLogprobs]:
         """Do what `score` does, beside the event loop. While the engine is paused, the call waits.
 
         Args:
             prompts: as for `score`.
             num_top: as for `score`.
+            adapter: as for `score`.
 
         Returns:
             One entry per prompt, in the order of the prompts.
         """
-        return await asyncio.to_thread(self._score, "ascore", self._all_tokens(prompts), num_top, may_wait=True)
+        tokens = self._all_tokens(prompts)
+        return await asyncio.to_thread(self._score, "ascore", tokens, num_top, may_wait=True, adapter=adapter)
 
     def _all_tokens(self, prompts: Sequence[Any]) -> list[list[int]]:
         return [self._tokens(prompt, index) for index, prompt in enumerate(prompts)]
@@ -196,5 +231,7 @@ class TextEngine(ServingEngine):
         """Complete one request."""
 
     @abstractmethod
-    def _request(self, ids: list[int], gconfig: GenerationHyperparameters, sample: int) -> SequenceRequest:
-        """Return a request of a worker."""
+    def _request(
+        self, ids: list[int], gconfig: GenerationHyperparameters, sample: int, **further: Any
+    ) -> SequenceRequest:
+        """Return a request of a worker; `further` are fields of it."""

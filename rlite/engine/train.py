@@ -11,14 +11,14 @@ from torch import Tensor
 from rlite.algorithms.logprobs import OnLogprobs
 from rlite.algorithms.reduce import Loss, Weight
 from rlite.data.packs import BatchShare, join_values, sequence_lengths, split_batch
-from rlite.engine.module_methods import ModuleEngine
+from rlite.engine.learning import LearningEngine
 from rlite.engine.registry import TrainWorker
 from rlite.engine.weights import OnInflight, SyncReport, sync_weights
 from rlite.runtime.parallel.host_memory import DeviceUsage
 from rlite.runtime.replicas.engine import Engine
 
 
-class RliteTrainEngine(ModuleEngine):
+class RliteTrainEngine(LearningEngine):
     """Trains a user-defined module; the module's methods are the engine's methods.
 
     A method's arguments are copied to every data-parallel rank, and arguments in `NeedParallel` are split. The result
@@ -37,12 +37,6 @@ class RliteTrainEngine(ModuleEngine):
         executor: name of the parallel backend; "fsdp2".
     """
 
-    def __repr__(self) -> str:
-        size = f"{type(self.module).__name__}, {self.num_parameters / 1e6:.2f} M parameters"
-        if not self.is_built:
-            return f"{type(self).__name__}({size}, not built)"
-        return f"{type(self).__name__}({size}, {self.dims}, {self._where()})"
-
     @property
     def dims(self) -> Any:
         """Division of work over the workers: a `WorkLayout`. The executor "fsdp2" has a `ParallelDims`."""
@@ -52,16 +46,6 @@ class RliteTrainEngine(ModuleEngine):
     def num_data_ranks(self) -> int:
         """Number of ranks over which batches are split."""
         return self.dims.num_data_ranks
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of the module's parameters; tied parameters count once."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which the driver should keep batches for this engine."""
-        return torch.device("cpu")
 
     # -- atomic operations ---------------------------------------------------------------------------------------
 
@@ -76,7 +60,13 @@ class RliteTrainEngine(ModuleEngine):
         """Put the module into evaluation mode."""
         self._workers.call(TrainWorker.set_mode, False)
 
-    def train_batch(self, batch: Mapping[str, Tensor], loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
+    def train_batch(
+        self,
+        batch: Mapping[str, Tensor],
+        loss_fn: Loss,
+        loss_weight_fn: Weight | None = None,
+        adapter: str | None = None,
+    ) -> dict[str, Any]:
         """Make one optimizer step on a batch.
 
         The batch is balanced by tokens over ranks and packed into microbatches of at most `max_tokens_per_microbatch`.
@@ -91,7 +81,9 @@ class RliteTrainEngine(ModuleEngine):
                 keys packed ([T, ...] and [n]) and `cu_seqlens` [n + 1], `position_ids` [T], `max_seqlen`. A loss_fn
                 marked with `rlite.algorithms.on_logprobs` gets log-probabilities and entropies [T], and no logits are
                 kept.
-            loss_weight_fn: data -> weight of the microbatch's mean, e.g. its number of action tokens.
+            loss_weight_fn: data -> weight of the microbatch's mean, e.g. its number of action tokens. None: the loss is
+                a sum, so that gradients and `loss` add up over microbatches, and `weight` is their number.
+            adapter: an adapter of `add_adapter` that computes and learns; None is the module.
 
         Returns:
             The batch's `loss`, the means that loss_fn reports, `grad_norm`, `lr`, `weight`, `num_tokens`,
@@ -104,55 +96,8 @@ class RliteTrainEngine(ModuleEngine):
         Raises:
             DataError: the batch has another form, or a sequence is longer than a microbatch.
         """
-        return self._atomic(TrainWorker.train_batch, batch, loss_fn, loss_weight_fn)
-
-    def forward_backward(self, batch: Mapping[str, Tensor], loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
-        """Accumulate the gradients of a batch, for `optimizer_step`.
-
-        After any number of calls the gradients are those of the weighted mean over all microbatches since the last
-        step. Several calls give the same gradients as one call with all rows. The first call after a step drops
-        gradients that methods of the module left. If `loss_fn` raises, all accumulated gradients are dropped. If the
-        module defines a method of this name, the module's method is called instead.
-
-        Args:
-            batch: as for `train_batch`.
-            loss_fn: as for `train_batch`.
-            loss_weight_fn: as for `train_batch`. Weights of several calls must count the same quantity.
-
-        Returns:
-            This batch's `loss`, the means that loss_fn reports, `weight`, `num_tokens`, `num_microbatches` per rank.
-
-        Raises:
-            DataError: the batch has another form, or a sequence is longer than a microbatch.
-        """
-        return self._atomic(TrainWorker.forward_backward, batch, loss_fn, loss_weight_fn)
-
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
-
-        The gradients may also come from methods of the module. If the module defines a method of this name, the
-        module's method is called instead.
-
-        Returns:
-            `grad_norm`, `lr`, `weight` of all calls of `forward_backward` since the last step, and `is_skipped`.
-                `is_skipped` is 1 if no step was made, because there is no gradient, or a loss or a gradient is not
-                finite.
-
-        Raises:
-            ConfigError: the module has no optimizer.
-        """
-        self._need_weights("optimizer_step")
-        return self._ask_each(TrainWorker.optimizer_step, [()] * self.num_data_ranks)[0]
-
-    def eval_batch(self, batch: Mapping[str, Tensor], loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
-        """Return the statistics of a batch as `train_batch` does, without a step, with the module in evaluation mode.
-
-        Args:
-            batch: as for `train_batch`.
-            loss_fn: as for `train_batch`.
-            loss_weight_fn: as for `train_batch`.
-        """
-        return self._atomic(TrainWorker.eval_batch, batch, loss_fn, loss_weight_fn)
+        self._begin_training("train_batch", adapter)
+        return self._atomic(TrainWorker.train_batch, batch, loss_fn, loss_weight_fn, adapter)
 
     def forward(
         self,
@@ -160,6 +105,7 @@ class RliteTrainEngine(ModuleEngine):
         post_hook: Callable[..., Tensor],
         max_tokens_per_microbatch: int | None = None,
         without_adapters: bool = False,
+        adapter: str | None = None,
     ) -> Tensor:
         """Apply `post_hook(logits [T, V], data) -> [T, ...]` to a batch, without gradients.
 
@@ -170,12 +116,13 @@ class RliteTrainEngine(ModuleEngine):
             post_hook: function of each pack; it may be marked with `on_logprobs`, as a loss_fn may.
             max_tokens_per_microbatch: size of microbatches; None is the engine's. Without gradients they may be larger.
             without_adapters: switch the adapters of a LoRA module off, so that the initial model computes.
+            adapter: an adapter of `add_adapter` that computes; None is none of them.
 
         Returns:
             Values [N, L, ...], padded with 0.
         """
         shares = self._split("forward", batch, post_hook, max_tokens_per_microbatch)
-        calls = [(share, post_hook, without_adapters) for share in shares]
+        calls = [(share, post_hook, without_adapters, *self._named(adapter)) for share in shares]
         results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
 
@@ -188,14 +135,6 @@ class RliteTrainEngine(ModuleEngine):
         if cls not in self._obstacles:
             self._obstacles[cls] = self._backend.prefix_obstacle(self.module, self.options)
         return self._obstacles[cls]
-
-    def choices(self) -> dict[str, str]:
-        """Return what the workers chose when they were built, and why, by topic; {} if the executor chooses nothing."""
-        return self._workers.call(self._backend.choices)[0] if self._backend.choices else {}
-
-    def nonfinite_parameters(self) -> list[str]:
-        """Return the names of parameters that hold NaN or infinity, on any worker."""
-        return sorted({name for names in self._workers.call(TrainWorker.nonfinite_parameters) for name in names})
 
     def device_usage(self) -> list[DeviceUsage]:
         """Return each worker's device and the peak memory of its process there since the last call."""
@@ -228,13 +167,24 @@ class RliteTrainEngine(ModuleEngine):
             WeightSyncError: a tensor does not match. The target then refuses to serve.
         """
         self._need_weights("p2p_weight_sync")
-        return sync_weights(self, target, on_inflight, verify_checksums)
+        report = sync_weights(self, target, on_inflight, verify_checksums)
+        target.base_id = self.base_id if self.module.lora is None else ""
+        return report
 
-    def _atomic(
-        self, method: Callable[..., Any], batch: Mapping[str, Tensor], *functions: Callable[..., Any]
-    ) -> dict[str, Any]:
+    def _named(self, adapter: str | None) -> tuple[str, ...]:
+        """Return the argument of a worker's method that names an adapter, if one is named."""
+        return () if adapter is None else (self._known(adapter),)
+
+    def _begin_training(self, what: str, adapter: str | None) -> None:
+        if self._adapters:
+            self._check_learner(what, adapter)
+        if adapter is None and self.module.lora is None:
+            self.base_id = ""
+
+    def _atomic(self, method: Any, batch: Mapping[str, Tensor], *functions: Any) -> dict[str, Any]:
         shares = self._split(method.__name__, batch, functions[0])
-        results = self._ask_each(method, [(share, *functions) for share in shares])
+        given = (*functions[:-1], *self._named(functions[-1]))
+        results = self._ask_each(method, [(share, *given) for share in shares])
         stats = dict(results[0])
         for name in {name for result in results for name, value in result.items() if isinstance(value, Tensor)}:
             values = [result.get(name, torch.empty(0)) for result in results]

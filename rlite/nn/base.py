@@ -36,6 +36,8 @@ class BaseTrainModule(nn.Module):
 
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    lora: Any = None
+    """`LoraOptions` of the module's own adapters, if it trains nothing else"""
     has_narrow_outputs: bool = False
     """true if `compute_logits` returns a few numbers for each token"""
     context_group: dist.ProcessGroup | None = None

@@ -59,7 +59,7 @@ def served(*outputs: Any) -> list[TokenChunk]:
         server._routing, server._rules = TABLE, RequestRules("/nonexistent", 50, 100, frozenset({9}))
         gconfig = GenerationHyperparameters(max_new_tokens=20)
         request = SequenceRequest(request_id=7, input_ids=[1, 2, 3], gconfig=gconfig, seed=0, extras=(ROUTED,))
-        server._serving["7.0"] = Serving(request, "7.0", [])
+        server._serving["7.0"] = Serving(request, "7.0", [], None)
         for each in outputs:
             server._take([each])
         return connection.chunks

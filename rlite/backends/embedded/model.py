@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlite.backends.embedded.adapters import AdapterLayers
 from rlite.backends.embedded.attention import ATTENTION, AttentionPlan, PrefillPlan, ScoringPlan
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.routing import RoutingRecorder
-from rlite.backends.embedded.scheduler import Chunk
+from rlite.backends.embedded.scheduler import Chunk, ServedAdapter
 from rlite.backends.models.architecture import check_fit
 from rlite.backends.models.attention import Weighting
 from rlite.backends.models.batch_invariant import FAMILY, is_plain, make_invariant, obstacle
@@ -36,10 +37,11 @@ from rlite.backends.models.mixers import State, install_mixers, mixing
 from rlite.backends.models.replay import routing_shape
 from rlite.backends.models.stored import StoredCheckpoint, buffer_shards, own_shapes, stored_buffers
 from rlite.backends.serving.native import call, compiled
-from rlite.errors import CheckpointError
+from rlite.errors import CheckpointError, ConfigError
 from rlite.nn.pretrained import load_config, meta_model, real_tensors, stored_dtype
 from rlite.runtime.parallel.shards import Box, CheckpointReader, ParameterShard, nonfinite_names
 from rlite.runtime.parallel.tensor import TensorParallelPlan
+from rlite.runtime.replicas.adapters import AdapterWeights
 
 
 class Pointwise:
@@ -204,6 +206,8 @@ class LeanDecoder:
         """products of queries, keys and values, and of gate and up; None computes one product for each parameter"""
         self.see: See | None = None
         """called with the activations of each forward pass"""
+        self.adapters: AdapterLayers | None = None
+        """adapters of the forward pass, if a token has one"""
 
     def _seen(self, layer: int, part: str, *values: Tensor) -> Tensor:
         """Return the first of some activations, after showing them to `see`."""
@@ -273,6 +277,8 @@ class LeanDecoder:
         )
         if merged is not None:
             heads = self._product(linear, h, *merged[0])
+            if self.adapters is not None:
+                self.adapters.add(h, heads, attention.q_proj, attention.k_proj, attention.v_proj)
             query, key, value = self._pointwise.split_rotate(attention, heads, positions)
         else:
             query, key = (self._rotated(attention, which, h, positions) for which in ("q", "k"))
@@ -283,23 +289,31 @@ class LeanDecoder:
         h = plan.attend(attention.layer_idx, query, key, value, Weighting(attention.scaling)).flatten(1)
         self._seen(attention.layer_idx, ATTENDED, h)
         h = F.pad(h, (0, 0, 0, missing)) if missing else h
-        h = self._seen(attention.layer_idx, "self_attn.o_proj", self._product(attention.o_proj.forward, h))
+        h = self._seen(attention.layer_idx, "self_attn.o_proj", self._called(attention.o_proj, h))
         h = self._pointwise.add_norm(module.post_attention_layernorm, x, h)
         self._seen(attention.layer_idx, "post_attention_layernorm", h)
         if merged is not None:
-            h = self._pointwise.split_gate(self._product(linear, h, *merged[1]))
+            both = self._product(linear, h, *merged[1])
+            if self.adapters is not None:
+                self.adapters.add(h, both, mlp.gate_proj, mlp.up_proj)
+            h = self._pointwise.split_gate(both)
         else:
-            gate, up = (self._product(layer.forward, h) for layer in (mlp.gate_proj, mlp.up_proj))
+            gate, up = (self._called(layer, h) for layer in (mlp.gate_proj, mlp.up_proj))
             h = self._pointwise.gate(mlp.act_fn, gate, up)
-        return self._seen(attention.layer_idx, "mlp", self._product(mlp.down_proj.forward, h))
+        return self._seen(attention.layer_idx, "mlp", self._called(mlp.down_proj, h))
 
     def _rotated(self, attention: Any, which: str, h: Tensor, positions: Tensor) -> Tensor:
         heads = self._projected(attention, which, h)
         return self._pointwise.norm_rotate(getattr(attention, f"{which}_norm", None), heads, positions)
 
     def _projected(self, attention: Any, which: str, h: Tensor) -> Tensor:
-        product = self._product(getattr(attention, f"{which}_proj").forward, h)
+        product = self._called(getattr(attention, f"{which}_proj"), h)
         return product.view(h.shape[0], -1, attention.head_dim)
+
+    def _called(self, layer: Any, h: Tensor) -> Tensor:
+        """Return the output of a linear layer, with the adapters of the forward pass."""
+        output = self._product(layer.forward, h)
+        return output if self.adapters is None else self.adapters.add(h, output, layer)
 
     def _product(self, forward: Callable[..., Tensor], h: Tensor, *parameters: Tensor | None) -> Tensor:
         """Return the float32 product of activations and parameters of the model's dtype."""
@@ -402,6 +416,8 @@ class ShardedModel:
         self.layers = served_layers(model, plan)
         """attention layers, with the heads of this rank"""
         self._lean: LeanDecoder | None = None
+        self._group = tp_group
+        self._adapters: AdapterLayers | None = None
         shape = routing_shape(model)
         self.routing = None if shape is None else RoutingRecorder(model, shape)
         """records chosen experts; None for a model without experts"""
@@ -460,6 +476,47 @@ class ShardedModel:
             self.routing.begin(plan)
         with mixing(plan):
             return model(input_ids=tokens, position_ids=positions, use_cache=False)
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def make_adapter(self, name: str | None, given: AdapterWeights, version: int) -> ServedAdapter:
+        """Return a version of an adapter on the device.
+
+        Args:
+            name: name of the adapter.
+            given: its values.
+            version: its version.
+
+        Raises:
+            ConfigError: the adapter belongs to another base model, or the model computes fixed shapes.
+        """
+        if self._is_deterministic and not self.is_invariant:
+            raise ConfigError("deterministic=true computes this model in fixed shapes, which have no adapters")
+        if self._adapters is None:
+            boxes = {name: place.box for name, place in self._places.items()}
+            self._adapters = AdapterLayers(self.model, boxes, self._shapes, self._group, self.is_invariant)
+        made = self._adapters.make(name, given, version, self.device, self.cache_dtype)
+        if self._lean is None:
+            self._adapters.hook(made)
+        return made
+
+    def use_adapters(self, adapters: Sequence[ServedAdapter | None]) -> bool:
+        """Compute the next forward passes with these adapters of their tokens, in the order of the tokens.
+
+        Args:
+            adapters: of each token; or one adapter of all tokens.
+
+        Returns:
+            Whether a token has an adapter.
+        """
+        if self._adapters is None:
+            return False
+        has_some = self._adapters.begin(adapters, self.device)
+        if self._lean is not None:
+            self._lean.adapters = self._adapters if has_some else None
+        return has_some
+
+    # -- weights -------------------------------------------------------------------------------------------------
 
     def state_of_one(self) -> dict[int, State]:
         """Return the recurrent state of one sequence, by the number of the mixer, as the mixers make it."""

@@ -100,9 +100,14 @@ class PagePool:
         for page in pages:
             self._count(page, -1, 0)
 
-    def match(self, tokens: Sequence[int]) -> Prefix:
-        """Return the longest known prefix of some tokens."""
-        data, path = _bytes(tokens), [self._root]
+    def match(self, tokens: Sequence[int], root: Node | None = None) -> Prefix:
+        """Return the longest known prefix of some tokens.
+
+        Args:
+            tokens: the tokens.
+            root: root of another tree of the same pages; None is the pool's own. Trees of other weights are apart.
+        """
+        data, path = _bytes(tokens), [root or self._root]
         size = PAGE * _TOKEN
         for start in range(0, len(data) - size + 1, size):
             if (child := path[-1].children.get(data[start : start + size])) is None:
@@ -121,18 +126,19 @@ class PagePool:
         state = (path[-1] if tail is None else tail).state
         return Prefix(pages, None if tail is None else tail.page, len(pages) * PAGE + num_shared, state)
 
-    def insert(self, tokens: Sequence[int], pages: list[int], has_tail: bool) -> Node:
+    def insert(self, tokens: Sequence[int], pages: list[int], has_tail: bool, root: Node | None = None) -> Node:
         """Make the pages of a sequence known.
 
         Args:
             tokens: tokens whose keys and values are in the pages.
             pages: pages of the sequence. Full pages that are known from another sequence replace its own.
             has_tail: make the last page known even if it is not full.
+            root: as for `match`.
 
         Returns:
             The last node.
         """
-        data, node, now = _bytes(tokens), self._root, next(self._clock)
+        data, node, now = _bytes(tokens), root or self._root, next(self._clock)
         for index in range(-(-len(tokens) // PAGE) if has_tail else len(tokens) // PAGE):
             key = data[index * PAGE * _TOKEN : (index + 1) * PAGE * _TOKEN]
             child = node.children.get(key) or self._add(node, key, pages[index])
@@ -155,7 +161,7 @@ class PagePool:
         Returns:
             The slot to which the state is copied. None if it is kept already, or there is no slot.
         """
-        if node.state is not None or node is self._root or not (self._free_states or may_evict):
+        if node.state is not None or node.parent is None or not (self._free_states or may_evict):
             return None
         if not self._free_states:
             self._forget_state(min(self._stateful, key=lambda other: (len(other.key) < PAGE * _TOKEN, other.used)))
@@ -163,7 +169,7 @@ class PagePool:
         return node.state
 
     def forget(self) -> None:
-        """Empty the tree."""
+        """Empty all trees."""
         while self._leaves:
             self._drop(next(iter(self._leaves)))
 
@@ -191,7 +197,7 @@ class PagePool:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key], self._leaves[node]
-        if not parent.children and parent is not self._root:
+        if not parent.children and parent.parent is not None:
             self._leaves[parent] = None
         if node.state is not None:
             self._forget_state(node)

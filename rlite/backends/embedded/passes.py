@@ -293,7 +293,8 @@ class ForwardPasses:
             cache.apply(copies)
             if not chunks:
                 return
-            weights = self.weights
+            weights, running = self.weights, self.scheduler.running
+            weights.use_adapters([running[c.row].adapter for c in chunks for _ in c.tokens])
             if self.options.deterministic and not weights.is_invariant:
                 for chunk in chunks:
                     for tile in tiles_of(chunk, self.scheduler.running[chunk.row].tokens):
@@ -328,6 +329,7 @@ class ForwardPasses:
             steps = min(steps, self.speculator.burst)
         sequences = list(self.scheduler.running)
         batch = self._batch([s.sampling for s in sequences])
+        has_adapters = self.weights.use_adapters([s.adapter for s in sequences])
         stop_ids = batch.whole.stop_ids
         watched = stop_ids if device.type == "cpu" or self.weights.has_state else None
         if stop_ids is not None and watched is None:
@@ -336,7 +338,7 @@ class ForwardPasses:
         # of the tokens that go in, [steps, rows]; the one that comes out is one further
         positions = upload(lengths, device) + torch.arange(-1, steps - 1, device=device)[:, None]
         random = sampler.uniforms(batch.whole.seeds, positions + 1)
-        logits_at = self._steps_of(cache, lengths, positions)
+        logits_at = self._steps_of(cache, lengths, positions, has_adapters)
         tokens = upload([s.tokens[-1] for s in sequences], device)
         made: list[Sampled] = []
         for step in range(steps):
@@ -379,6 +381,7 @@ class ForwardPasses:
         batch = self._batch([s.sampling for s, p in pairs for _ in range(len(p) + 1)])
         is_native = cache.is_blocked and not weights.is_invariant and native.compiled() is not None
         plan = CheckPlan(cache, chunks) if is_native else PrefillPlan(cache, chunks, False, weights.is_invariant)
+        weights.use_adapters([s.adapter for s, p in pairs for _ in range(len(p) + 1)])
         logits = weights.logits(plan.tokens, plan.positions, plan)
         sampled = self._sample(logits, batch, sampler.uniforms(batch.whole.seeds, plan.positions + 1))
         columns = [column.tolist() for column in sampled[:3]]
@@ -477,14 +480,14 @@ class ForwardPasses:
             )
         return reasons
 
-    def _steps_of(self, cache: PagedCache, lengths: list[int], positions: Tensor) -> Steps:
-        """Return the steps of a burst."""
+    def _steps_of(self, cache: PagedCache, lengths: list[int], positions: Tensor, has_adapters: bool) -> Steps:
+        """Return the steps of a burst. No step with adapters is captured."""
         weights = self.weights
         table = block_table([sequence.pages for sequence in self.scheduler.running], weights.device)
         for row, length in enumerate(lengths):
             if length == 1:  # nothing was prefilled
                 cache.states.drop(row)
-        if self.graphs is not None:
+        if self.graphs is not None and not has_adapters:
             graphs, longest, addresses = self.graphs, max(lengths), self.graphs.addresses(cache)
             graphs.begin(table)
             return lambda step, tokens: graphs.logits(cache, addresses, tokens, positions[step], longest + step)

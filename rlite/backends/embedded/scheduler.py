@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlite.backends.embedded.pages import PAGE, Node, PagePool, Prefix, num_pages
+from rlite.backends.embedded.pages import PAGE, TRASH, Node, PagePool, Prefix, num_pages
 from rlite.backends.serving.sampler import Sampling
 from rlite.data.routing import ROUTED
 from rlite.types import SequenceRequest, StopReason, TokenChunk
@@ -43,6 +43,25 @@ BURST = 64
 """most decode steps of a burst, for which pages are allocated ahead"""
 
 
+_serials = count()
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """One version of an adapter."""
+
+    name: str | None
+    """None is the adapter of requests that name none"""
+    version: int
+    scale: float
+    factors: Mapping[Any, Any]
+    """`LocalFactors` by layer"""
+    root: Node = field(default_factory=lambda: Node(b"", TRASH))
+    """root of the prefixes that were computed with it"""
+    key: bytes = field(default_factory=lambda: b"adapter %d" % next(_serials))
+    """text that no other version has"""
+
+
 @dataclass(eq=False, slots=True)
 class RunningSequence:
     """One request with its tokens so far."""
@@ -56,6 +75,8 @@ class RunningSequence:
     """tokens that end the sequence"""
     min_tokens: int
     """length in tokens before which no stop token may be generated"""
+    adapter: ServedAdapter | None = None
+    """adapter with which its tokens are computed"""
     row: int = -1
     pages: list[int] = field(default_factory=list)
     """pages of the cache, in the order of the tokens"""
@@ -75,11 +96,23 @@ class RunningSequence:
     is_ahead: bool = False
     """true if the cache also holds tokens that were cut off: keys and values are ignored, a recurrent state is not"""
     prompt_key: bytes = field(init=False)
-    """equal for sequences of equal prompts"""
+    """equal for sequences of equal prompts and of one adapter"""
 
     def __post_init__(self) -> None:
+        self.take_adapter(self.adapter)
+
+    def take_adapter(self, adapter: ServedAdapter | None) -> None:
+        """Let an adapter compute the next tokens; None is the base alone."""
+        self.adapter = adapter
         # Python hashes bytes once, and a tuple at each look-up
         self.prompt_key = np.asarray(self.request.input_ids, dtype=np.int64).tobytes()
+        if adapter is not None:
+            self.prompt_key += adapter.key
+
+    @property
+    def root(self) -> Node | None:
+        """Root of the prefixes that were computed with its adapter."""
+        return None if self.adapter is None else self.adapter.root
 
     @property
     def prompt_len(self) -> int:
@@ -248,7 +281,7 @@ class Scheduler:
         """
         wanted, prefix = len(sequence.tokens) - 1, Prefix()
         if self._shares and wanted:
-            found = self.pool.match(sequence.tokens[:-1])
+            found = self.pool.match(sequence.tokens[:-1], sequence.root)
             if found.num_tokens >= min(max(MIN_SHARED, int(MIN_SHARE * wanted)), sequence.prompt_len - 1):
                 prefix = found
         # preemption under decode steps would change bits in the mode without kept caches
@@ -280,7 +313,7 @@ class Scheduler:
         if not self._keeps_caches:
             num = min(num, prompt_end)
         has_tail = num == prompt_end or (num > prompt_end and not self._has_state)
-        node = self.pool.insert(sequence.tokens[:num], sequence.pages, has_tail)
+        node = self.pool.insert(sequence.tokens[:num], sequence.pages, has_tail, sequence.root)
         if num == prompt_end and self._has_state and any(s.prompt_key == sequence.prompt_key for s in self.waiting):
             self._keep_state(node, sequence)
         elif num % PAGE == 0:
@@ -290,7 +323,7 @@ class Scheduler:
         """Make all tokens of a sequence known that leaves its row."""
         is_lost = sequence.has_failed or (sequence.is_ahead and self._has_state)
         if self._keeps_caches and not is_lost and sequence.num_cached >= MIN_SHARED:
-            node = self.pool.insert(sequence.tokens[: sequence.num_cached], sequence.pages, has_tail=True)
+            node = self.pool.insert(sequence.tokens[: sequence.num_cached], sequence.pages, True, sequence.root)
             self._keep_state(node, sequence)
 
     def _keep_state(self, node: Node, sequence: RunningSequence, may_evict: bool = True) -> None:
@@ -387,8 +420,29 @@ class Scheduler:
         self.waiting.extendleft(reversed(self.running))
         self.running, self._filled, self._copies = [], [], Copies([], [])
 
+    def change_adapter(self, name: str | None, adapter: ServedAdapter | None) -> None:
+        """Let the sequences of an adapter go on with another version of it. Their cache is recomputed.
+
+        Args:
+            name: name of the adapter; None is that of requests that name none.
+            adapter: the version; None is the base alone.
+        """
+        moved = [sequence for sequence in self.running if sequence.request.adapter == name]
+        self._filled = [sequence for sequence in self._filled if sequence not in moved]
+        for sequence in sorted(moved, key=lambda s: -s.row):
+            self._leave(sequence)
+            sequence.num_cached = 0
+        self.waiting.extendleft(sorted(moved, key=lambda s: -s.age))
+        for sequence in self.waiting:
+            if sequence.request.adapter == name:
+                sequence.take_adapter(adapter)
+
     def drain(self, version: int) -> list[TokenChunk]:
-        """Return one chunk for each request that made progress or ended since the last drain."""
+        """Return one chunk for each request that made progress or ended since the last drain.
+
+        Args:
+            version: version of tokens that were made without an adapter.
+        """
         ended, self._ended = self._ended, []
         chunks = [_report(sequence, version, reason) for sequence, reason in ended]
         others = (s for queue in (self.running, self.waiting) for s in queue if len(s.tokens) > s.num_reported)
@@ -421,7 +475,7 @@ def _report(sequence: RunningSequence, version: int, reason: StopReason | None) 
         token_ids=sequence.tokens[sequence.num_reported :],
         logprobs=sequence.logprobs,
         sampling_logprobs=sequence.sampling_logprobs,
-        version=version,
+        version=version if sequence.adapter is None else sequence.adapter.version,
         finish_reason=reason,
         extras={name: sequence.extras.get(name, []) for name in sequence.request.extras},
     )

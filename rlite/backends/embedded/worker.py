@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from rlite.backends.embedded.cache import CONTEXT_LIMIT, CacheSizes, EmbeddedOpt
 from rlite.backends.embedded.kernel import decode_kernel
 from rlite.backends.embedded.model import ShardedModel
 from rlite.backends.embedded.passes import DecodeGraphs, ForwardPasses, GraphRecorder, check_rows
-from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler
+from rlite.backends.embedded.scheduler import Chunk, RunningSequence, Scheduler, ServedAdapter
 from rlite.backends.embedded.speculation import Speculator
 from rlite.backends.models import architecture
 from rlite.backends.models.attention import use_flash_attention_3
@@ -40,7 +40,7 @@ from rlite.backends.models.stored import StoredCheckpoint
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.sampler import RequestRules, length_objection
 from rlite.data.routing import ROUTED
-from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError
+from rlite.errors import ConfigError, DataError, NonFiniteError, ResidencyError, StorageError, did_you_mean
 from rlite.nn.pretrained import check_plain, end_ids, load_config, meta_model, real_tensors, summary
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.session import has_gpus
@@ -48,6 +48,7 @@ from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import check_tensor_parallel
+from rlite.runtime.replicas.adapters import AdapterWeights
 from rlite.runtime.replicas.digests import Served, own_digests
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.runtime.replicas.transport import Piece
@@ -60,7 +61,12 @@ LOGITS_BYTES = 256 << 20
 
 
 def prompt_logprobs(
-    weights: ShardedModel, prompts: Sequence[list[int]], num_top: int, max_tokens: int, is_alone: bool
+    weights: ShardedModel,
+    prompts: Sequence[list[int]],
+    num_top: int,
+    max_tokens: int,
+    is_alone: bool,
+    adapter: ServedAdapter | None = None,
 ) -> list[PromptLogprobs]:
     """Return the log-probabilities of each prompt's tokens but the first.
 
@@ -70,6 +76,7 @@ def prompt_logprobs(
         num_top: number of most likely tokens at each place.
         max_tokens: most tokens of one forward pass.
         is_alone: give each prompt forward passes of its own, so that its bits do not depend on other prompts.
+        adapter: adapter of all prompts.
 
     Returns:
         One entry per prompt.
@@ -78,6 +85,7 @@ def prompt_logprobs(
         NonFiniteError: the model computes NaN or infinity for a prompt.
     """
     vocab_size = weights.config.get_text_config().vocab_size
+    weights.use_adapters([adapter])
     max_tokens = max(1, min(max_tokens, LOGITS_BYTES // (4 * vocab_size)))
     results = [PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[]) for _ in prompts]
     plan: ScoringPlan | None = None
@@ -169,6 +177,9 @@ class EmbeddedWorker:
         rows, num_pages = options.max_num_seqs, self._shape.num_pages
         self._scheduler = Scheduler(rows, most, num_pages, keeps_caches=not has_tiles, has_state=weights.has_state)
         self._num_preempted = 0
+        self._adapters: dict[str | None, ServedAdapter] = {}
+        """by name; None is the adapter of requests that name none"""
+        self._staged: dict[str | None, ServedAdapter] = {}
         self._failed: dict[int, TokenChunk] = {}
         self.to_device("kv_cache")
         # some rotary embeddings depend on the longest position, so their steps run different kernels
@@ -215,6 +226,8 @@ class EmbeddedWorker:
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
         self.version = version
+        if (policy := self._adapters.get(None)) is not None:
+            policy.version = version
 
     @torch.inference_mode()
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
@@ -235,7 +248,8 @@ class EmbeddedWorker:
         """
         cache = self._serving_cache()
         for request in new:
-            if (error := self._rules.objection(request) or self._routing_objection(request, cache)) is not None:
+            objection = self._rules.objection(request) or self._routing_objection(request, cache)
+            if (error := objection or self._adapter_objection(request.adapter)) is not None:
                 self._fail(request.request_id, error)
             else:
                 self._scheduler.add(sequence := self._sequence(request))
@@ -257,7 +271,6 @@ class EmbeddedWorker:
         others = [chunk for chunk in self._scheduler.drain(self.version) if chunk.request_id not in refused]
         return [*refused.values(), *others]
 
-    @torch.inference_mode()
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens. Running requests are not touched.
 
@@ -272,11 +285,34 @@ class EmbeddedWorker:
             DataError: a prompt is too long.
             ResidencyError: weights or KV cache are not on the device.
         """
+        return self._score(prompts, num_top, None)
+
+    def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens with an adapter; see `prompt_logprobs`.
+
+        Args:
+            prompts: token ids of the vocabulary.
+            num_top: number of most likely tokens at each place.
+            adapter: name of the adapter.
+
+        Returns:
+            One entry per prompt.
+
+        Raises:
+            DataError: there is no such adapter.
+        """
+        if (error := self._adapter_objection(adapter)) is not None:
+            raise DataError(error)
+        return self._score(prompts, num_top, adapter)
+
+    @torch.inference_mode()
+    def _score(self, prompts: list[list[int]], num_top: int, adapter: str | None) -> list[PromptLogprobs]:
         self._serving_cache()
         longest, options = max(map(len, prompts), default=0), self.options
         if longest > self.max_model_len:  # the last token is not computed
             raise DataError(length_objection(longest, self.max_model_len, self._rules.default))
-        return prompt_logprobs(self._weights, prompts, num_top, options.max_prefill_tokens, options.deterministic)
+        sizes = num_top, options.max_prefill_tokens, options.deterministic
+        return prompt_logprobs(self._weights, prompts, *sizes, self._adapters.get(adapter))
 
     def weights_changed(self, version: int) -> None:
         """Serve newly written weights. Running requests continue from their tokens, and their cache is recomputed."""
@@ -284,6 +320,49 @@ class EmbeddedWorker:
         self._scheduler.forget_cache()
         if self.speculator is not None:
             self.speculator.restart([*self._scheduler.running, *self._scheduler.waiting])
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def stage_adapter(self, name: str | None, given: AdapterWeights, version: int) -> bool:
+        """Make a version of an adapter ready; see `AdapterWorker.stage_adapter`.
+
+        Args:
+            name: name of the adapter.
+            given: its values.
+            version: its version.
+
+        Returns:
+            Whether it changes a logit.
+        """
+        adapter = self._weights.make_adapter(name, given, version)
+        ids = [7 * index % self.vocab_size for index in range(16)]
+
+        def logits_with(chosen: ServedAdapter | None) -> Tensor:
+            self._weights.use_adapters([chosen])
+            return self._weights.prompt_logits(ScoringPlan([Chunk(0, 0, len(ids), ids)], None, self.device))
+
+        is_changing = not torch.equal(logits_with(None), logits_with(adapter))
+        self._staged[name] = adapter
+        return is_changing
+
+    def use_adapter(self, name: str | None, is_kept: bool) -> None:
+        """Serve the version of an adapter that was staged; see `AdapterWorker.use_adapter`."""
+        self._adapters[name] = self._staged.pop(name)
+        if not is_kept:
+            self._scheduler.change_adapter(name, self._adapters[name])
+            if self.speculator is not None:
+                self.speculator.restart([*self._scheduler.running, *self._scheduler.waiting])
+
+    def drop_adapter(self, name: str | None) -> None:
+        """Forget an adapter; see `AdapterWorker.drop_adapter`."""
+        self._staged.pop(name, None)
+        self._adapters.pop(name, None)
+
+    def _adapter_objection(self, name: str | None) -> str | None:
+        if name is None or name in self._adapters:
+            return None
+        return f"there is no adapter {name!r}; {did_you_mean(name, [own for own in self._adapters if own])}"
 
     def _routing_objection(self, request: SequenceRequest, cache: PagedCache) -> str | None:
         """Record chosen experts from now on if a request asks for them.
@@ -308,6 +387,7 @@ class EmbeddedWorker:
             max_tokens=min(num_prompt + gconfig.max_new_tokens, self.max_model_len),
             min_tokens=num_prompt + gconfig.min_new_tokens,
             stop_ids=self._rules.stop_ids(gconfig),
+            adapter=self._adapters.get(request.adapter),
         )
 
     def _tell_preemptions(self) -> None:
@@ -353,7 +433,8 @@ class EmbeddedWorker:
         self._drop_cache()
 
     def to_meta(self) -> None:
-        """Free the memory of weights and KV cache."""
+        """Free the memory of weights, adapters and KV cache."""
+        self._adapters, self._staged = {}, {}
         self._weights.to(torch.device("meta"))
         self._drop_cache()
 
@@ -386,6 +467,11 @@ def speculation_obstacle(weights: ShardedModel, options: EmbeddedOptions) -> str
     if options.deterministic and not weights.is_invariant:
         return "deterministic=true computes this model in fixed shapes, one token of each sequence"
     return None
+
+
+def adapter_obstacle(options: Mapping[str, Any]) -> str:
+    """Return "": every engine may serve adapters."""
+    return ""
 
 
 def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bool]) -> list[bool]:
@@ -520,6 +606,9 @@ BACKEND = InferenceBackend(
     replica=PumpedReplica,
     check=check_served,
     capabilities=Capabilities(
-        has_prompt_logprobs=True, has_readable_weights=True, extras=frozenset({"kept_ids", ROUTED})
+        has_prompt_logprobs=True,
+        has_readable_weights=True,
+        extras=frozenset({"kept_ids", ROUTED}),
+        adapter_obstacle=adapter_obstacle,
     ),
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
 from rlite.algorithms.reduce import WITHOUT_GRADIENT, Loss, LossSums, PerToken, Weight, call_loss, weigh
+from rlite.backends.fsdp2.learners import Adapter, Learner, WholeModule
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models.routing import NO_ROUTING, NONFINITE
 from rlite.data.packs import BatchShare, Pack, lazy_pack, pair_rows
 from rlite.data.routing import ROUTED
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, did_you_mean
 from rlite.nn.base import BaseTrainModule
 from rlite.observability import stats_tracker
 from rlite.registry import located
@@ -37,83 +39,102 @@ class BatchRunner:
     _everyone: dist.ProcessGroup
     """all ranks"""
     _device: torch.device
-    _weight = 0.0
-    """weight of the accumulated gradients, which are gradients of a mean"""
-    _is_finite = True
-    """true if every loss with accumulated gradients is finite"""
+    _whole: WholeModule
+    """the module's own parameters as what learns"""
+    _adapters: dict[str, Adapter]
+    """adapters beside the module's layers, by name"""
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
+    def _learner(self, adapter: str | None) -> Learner:
+        """Return what learns: the module, or an adapter.
+
+        Raises:
+            ConfigError: there is no such adapter.
+        """
+        if adapter is None:
+            return self._whole
+        if adapter not in self._adapters:
+            raise ConfigError(f"there is no adapter {adapter!r}; {did_you_mean(adapter, self._adapters)}")
+        return self._adapters[adapter]
+
+    def train_batch(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
+    ) -> dict[str, Any]:
         """Make one optimizer step on a batch; see `TrainWorker.train_batch`.
 
         Args:
             share: this data rank's rows and microbatches.
             loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean.
+            loss_weight_fn: weight of a pack's mean; None takes losses as sums.
+            adapter: the adapter that learns; None is the module.
 
         Returns:
             The results of `forward_backward` and `optimizer_step`.
         """
-        self._optimizer("train_batch")
-        self._forget()
-        means = self.forward_backward(share, loss_fn, loss_weight_fn)
-        return {**means, **self.optimizer_step()}
+        learner = self._learner(adapter)
+        optimizer_of(learner, "train_batch")
+        learner.forget()
+        means = self.forward_backward(share, loss_fn, loss_weight_fn, adapter)
+        return {**means, **self.optimizer_step(adapter)}
 
-    def forward_backward(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, Any]:
+    def forward_backward(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
+    ) -> dict[str, Any]:
         """Accumulate the gradients of a batch; see `TrainWorker.forward_backward`.
 
         Args:
             share: this data rank's rows and microbatches.
             loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean.
+            loss_weight_fn: weight of a pack's mean; None takes losses as sums.
+            adapter: the adapter that learns; None is the module.
 
         Returns:
             Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's tokens.
 
         Raises:
-            ConfigError: the loss of a pack with a weight has no gradient.
+            ConfigError: the loss of a pack with a weight has no gradient; or means and sums are mixed.
         """
-        if not self._has_gradients():
-            self._weight, self._is_finite = 0.0, True
-        elif self._weight == 0:
-            self._forget()  # gradients that a method of the user's left
+        learner, is_sum = self._learner(adapter), loss_weight_fn is None
+        learner.begin(is_sum)
         packs, weights, added = self._packs(share, loss_weight_fn)
         if added == 0:
             return {"loss": 0.0, "weight": 0.0}
-        before, total, sums = self._weight, self._weight + added, LossSums()
+        after, sums = learner.weight + added, LossSums()
+        total = learner.divisor(after)
         routing = self.module.routing or NO_ROUTING
         values: defaultdict[str, list[Tensor]] = defaultdict(list)
         try:
-            if before:
-                self._scale_gradients(before / total)
-            if routing.aux_loss_coef:
-                self._expect_load(routing, share, loss_fn, packs)
-            for rows, weight in zip(share.microbatches, weights, strict=True):
-                data = packs.pop(0)
-                fsdp.set_gradient_sync(self.module, is_last=not packs)
-                with routing.watching():
-                    outputs, loss, means = self._loss(loss_fn, rows, data)
-                    if weight == 0:
-                        computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
-                        loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and so would be its gradient
-                    elif not loss.requires_grad:
-                        raise ConfigError(f"loss_fn {located(loss_fn)} {WITHOUT_GRADIENT}")
-                    # FSDP averages gradients over ranks; the weights already divide by the whole batch
-                    loss = loss * (weight / total * self._mesh.num_averaged)
-                    routing.with_auxiliary(loss, added / total * self._mesh.num_averaged, bool(rows)).backward()
-                    routing.add(bool(rows))
-                sums.add(means, weight)
-                for name, value in means.items():
-                    if isinstance(value, PerToken):  # it stays on its device
-                        values[name].append(own_tokens(rows, value.values))
+            learner.scale_to(total)
+            with learner.active():
+                if routing.aux_loss_coef:
+                    self._expect_load(routing, share, loss_fn, packs)
+                for rows, weight in zip(share.microbatches, weights, strict=True):
+                    data = packs.pop(0)
+                    fsdp.set_gradient_sync(self.module, is_last=not packs)
+                    with routing.watching():
+                        outputs, loss, means = self._loss(loss_fn, rows, data)
+                        if weight == 0:
+                            computed = outputs.logprobs if isinstance(outputs, TokenLogprobs) else outputs
+                            loss = computed.sum() * 0.0  # the mean of nothing may be NaN, and so would be its gradient
+                        elif not loss.requires_grad:
+                            raise ConfigError(f"loss_fn {located(loss_fn)} {WITHOUT_GRADIENT}")
+                        # FSDP averages gradients over ranks; the weights already divide by the whole batch
+                        loss = loss * (weight / total * self._mesh.num_averaged)
+                        routing.with_auxiliary(loss, added / after * self._mesh.num_averaged, bool(rows)).backward()
+                        routing.add(bool(rows))
+                    sums.add(means, weight)
+                    for name, value in means.items():
+                        if isinstance(value, PerToken):  # it stays on its device
+                            values[name].append(own_tokens(rows, value.values))
             summed = sums.means(self._sum, self._mesh.dims.num_data_ranks) | routing.report(self._everyone)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             fsdp.forget_gradients(self.module)
-            routing.forget()
+            learner.forget()
             raise
-        self._weight = total
-        self._is_finite &= math.isfinite(summed["loss"]) and not summed.get(NONFINITE)
+        learner.weight = after
+        learner.is_finite &= math.isfinite(summed["loss"]) and not summed.get(NONFINITE)
+        summed["loss"] *= added if is_sum else 1.0
         return {**summed, "weight": added, **{name: torch.cat(parts).cpu() for name, parts in values.items()}}
 
     @torch.no_grad()
@@ -126,83 +147,83 @@ class BatchRunner:
                     routing.add(bool(rows))
         routing.expect(self._everyone)
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, adapter: str | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
         """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`.
+
+        Args:
+            adapter: the adapter that learns; None is the module.
+            settings: new values of the optimizer's options, and `max_grad_norm`.
 
         Returns:
             `grad_norm`, `lr`, `weight` and `is_skipped`.
         """
-        optimizer = self._optimizer("optimizer_step")
+        learner = self._learner(adapter)
+        optimizer = optimizer_of(learner, "optimizer_step")
+        own = dict(settings or {})
+        max_norm = own.pop("max_grad_norm", self._options.max_grad_norm)
+        learner.set(own)
         lr = float(optimizer.param_groups[0]["lr"])
-        if not self._has_gradients():
+        if not learner.has_gradients():
             return {"grad_norm": 0.0, "lr": lr, "weight": 0.0, "is_skipped": 1.0}
-        norm = fsdp.clip_gradients(self.module.parameters(), self._options.max_grad_norm, self._mesh, self._everyone)
-        is_skipped = not (math.isfinite(norm) and self._is_finite)
+        norm = learner.clip(max_norm, self._mesh, self._everyone)
+        is_skipped = not (math.isfinite(norm) and learner.is_finite)
         if not is_skipped:
             optimizer.step()
-        weight = self._weight
-        routing = self.module.routing or NO_ROUTING
-        routing.finish_step(is_skipped)
-        self._forget()  # else gradients take memory, and are offloaded and saved
+        weight = learner.weight
+        if adapter is None:
+            (self.module.routing or NO_ROUTING).finish_step(is_skipped)
+        learner.forget()  # else gradients take memory, and are offloaded and saved
         return {"grad_norm": norm, "lr": lr, "weight": weight, "is_skipped": float(is_skipped)}
-
-    def _optimizer(self, what: str) -> torch.optim.Optimizer:
-        if self.module.optimizer is None:
-            raise ConfigError(f"{what} needs self.optimizer: set it in on_weights_materialized")
-        return self.module.optimizer
-
-    def _has_gradients(self) -> bool:
-        """Return whether any gradient is accumulated. A method of the user's module may have made or dropped it."""
-        optimizer = self.module.optimizer
-        groups = [{"params": self.module.parameters()}] if optimizer is None else optimizer.param_groups
-        return any(parameter.grad is not None for group in groups for parameter in group["params"])
-
-    def _forget(self) -> None:
-        (self.module.optimizer or self.module).zero_grad(set_to_none=True)
-        self._weight, self._is_finite = 0.0, True
-        (self.module.routing or NO_ROUTING).forget()
-
-    def _scale_gradients(self, factor: float) -> None:
-        held = [fsdp.local_tensor(p.grad) for p in self.module.parameters() if p.grad is not None]
-        torch._foreach_mul_(held, factor)
 
     # -- without gradients ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def eval_batch(self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight) -> dict[str, float]:
+    def eval_batch(
+        self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
+    ) -> dict[str, float]:
         """Evaluate a batch without gradients; see `TrainWorker.eval_batch`.
 
         Args:
             share: this data rank's rows and microbatches.
             loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean.
+            loss_weight_fn: weight of a pack's mean; None takes losses as sums.
+            adapter: compute with this adapter.
 
         Returns:
             Weighted means over all ranks, by name, and `weight`.
         """
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
-        with fsdp.resharded(self.module), _evaluating(self.module):
+        with fsdp.resharded(self.module), _evaluating(self.module), self._learner(adapter).active():
             for rows, weight in zip(share.microbatches, weights, strict=True):
                 _, _, means = self._loss(loss_fn, rows, packs.pop(0))
                 sums.add(means, weight)
-        return {**sums.means(self._sum, self._mesh.dims.num_data_ranks), "weight": total}
+        found = sums.means(self._sum, self._mesh.dims.num_data_ranks)
+        found["loss"] *= total if loss_weight_fn is None else 1.0
+        return {**found, "weight": total}
 
     @torch.no_grad()
-    def forward(self, share: BatchShare, post_hook: Callable[..., Tensor], without_adapters: bool) -> Tensor:
+    def forward(
+        self,
+        share: BatchShare,
+        post_hook: Callable[..., Tensor],
+        without_adapters: bool,
+        adapter: str | None = None,
+    ) -> Tensor:
         """Apply `post_hook` to every pack; see `TrainWorker.forward`.
 
         Args:
             share: this data rank's rows and microbatches.
             post_hook: `post_hook(logits [T, V], data) -> [T, ...]`.
-            without_adapters: switch the module's adapters off meanwhile.
+            without_adapters: switch the module's own adapters off meanwhile.
+            adapter: compute with this adapter.
 
         Returns:
             The values [T, ...] of the tokens of the share's own rows, on CPU.
         """
         found: list[Tensor] = []
-        base = self.module.without_adapters() if without_adapters else nullcontext()
-        with fsdp.resharded(self.module), _evaluating(self.module), base:
+        own = self.module.without_adapters() if without_adapters else self._learner(adapter).active()
+        with fsdp.resharded(self.module), _evaluating(self.module), own:
             for number, rows in enumerate(share.microbatches):
                 data = self._pack(share, number)
                 outputs = self._outputs(post_hook, data)
@@ -211,11 +232,12 @@ class BatchRunner:
                 found.append(own_tokens(rows, values).cpu())
         return torch.cat(found)  # a copy: a slice would be sent with all that it is a slice of
 
-    def _packs(self, share: BatchShare, loss_weight_fn: Weight) -> tuple[list[Pack], list[float], float]:
+    def _packs(self, share: BatchShare, loss_weight_fn: Weight | None) -> tuple[list[Pack], list[float], float]:
         """Return this rank's packs, their weights, and the weight of the whole batch."""
         packs = [self._pack(share, number) for number in range(len(share.microbatches))]
         given: Any = zip(share.microbatches, packs, strict=True)
-        weights = [weigh(loss_weight_fn, data) if rows else 0.0 for rows, data in given]
+        weigh_pack = (lambda data: 1.0) if loss_weight_fn is None else partial(weigh, loss_weight_fn)
+        weights = [weigh_pack(data) if rows else 0.0 for rows, data in given]
         return packs, weights, self._sum([sum(weights)])[0]
 
     def _pack(self, share: BatchShare, number: int) -> Pack:
@@ -243,6 +265,21 @@ class BatchRunner:
         summed = upload(values, self._device, torch.float64)
         dist.all_reduce(summed, group=self._everyone)
         return (summed / self._mesh.dims.num_peers).tolist()  # every sum is there once for each peer
+
+
+def optimizer_of(learner: Learner, what: str) -> torch.optim.Optimizer:
+    """Return the optimizer of what learns.
+
+    Args:
+        learner: what learns.
+        what: name of the method that needs it.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if learner.optimizer is None:
+        raise ConfigError(f"{what} needs self.optimizer: set it in on_weights_materialized")
+    return learner.optimizer
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.compiled import CompiledLayers, check_compile
+from rlite.backends.fsdp2.learners import OPTIMIZER, Adapter, WholeModule, check_adapter, read_adapter
 from rlite.backends.fsdp2.memory import Choice, Savings, choose, footprint_of, free_bytes
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
@@ -35,13 +36,14 @@ from rlite.backends.models.attention import use_flash_attention_3
 from rlite.backends.models.experts import implementation_for, use_implementation
 from rlite.backends.models.expressions import Held
 from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
-from rlite.backends.models.lora import LoraTrainModule
+from rlite.backends.models.lora import LoraTrainModule, own_adapter
 from rlite.backends.models.stored import StoredCheckpoint, StoredForm, buffer_shards, stored_buffers, stored_form
 from rlite.engine.registry import TrainBackend
 from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.imports import lacking
 from rlite.nn.base import BaseTrainModule
+from rlite.nn.options import LoraOptions
 from rlite.nn.pretrained import add_end_ids, local_checkpoint, real_tensors
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.cluster.session import current_session, has_gpus
@@ -50,6 +52,7 @@ from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard, nonfinite_names
 from rlite.runtime.parallel.shared_memory import SharedArena
+from rlite.runtime.replicas.adapters import AdapterWeights
 from rlite.runtime.replicas.workers import Part
 from rlite.runtime.storage import sharded
 from rlite.runtime.storage.huggingface import Writer
@@ -266,7 +269,7 @@ class Fsdp2Worker(BatchRunner):
             self._choice = self._choice or self._choose()
             divided = divide(self.module, self._options, self._choice.savings, self._mesh, self._device)
             self.arena, self._compiled = divided
-            self._is_here, self._weight, self._is_finite = True, 0.0, True
+            self._is_here, self._whole, self._adapters = True, WholeModule(self.module), {}
             if is_read:
                 source = read_weights(self.module, path)
                 drops = self._options.drop_untrained or isinstance(self.module, huggingface.HuggingFaceFsdp2ScoreModule)
@@ -420,6 +423,53 @@ class Fsdp2Worker(BatchRunner):
         assert self._form is not None  # the weights were read
         export(self.module, Path(path), self._form, self._context.rank == 0, self._everyone)
 
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, name: str, options: LoraOptions, seed: int) -> None:
+        """Add an adapter; see `AdapterTrainWorker.add_adapter`.
+
+        Args:
+            name: a new name.
+            options: rank, scale and layers.
+            seed: seed of the initial values.
+        """
+        dtype = getattr(torch, self._options.param_dtype)
+        self._adapters[name] = Adapter(self.module, options, dtype, seed, self._options.deterministic)
+
+    def remove_adapter(self, name: str) -> None:
+        """Drop an adapter with its gradients and its optimizer."""
+        del self._adapters[name]
+
+    def adapter_weights(self, name: str | None) -> AdapterWeights | None:
+        """Return the values of an adapter on the first rank; see `AdapterTrainWorker.adapter_weights`."""
+        if name is None:
+            values = own_adapter(self.module)  # type: ignore[arg-type]
+            return values if self._context.rank == 0 else None
+        return self._adapters[name].weights() if self._context.rank == 0 else None
+
+    def save_adapter(self, name: str, path: str, facts: dict[str, Any]) -> None:
+        """Write an adapter and its optimizer's state; see `AdapterTrainWorker.save_adapter`.
+
+        Args:
+            name: the adapter.
+            path: the folder to make or replace.
+            facts: JSON-serialisable facts, sealed with the files.
+        """
+        if self._context.rank == 0:
+            base = getattr(getattr(self.module, "config", None), "_name_or_path", None)
+            self._adapters[name].write(Path(path), base, facts)
+
+    def load_adapter(self, name: str, path: str, has_state: bool) -> None:
+        """Read an adapter; see `AdapterTrainWorker.load_adapter`.
+
+        Args:
+            name: the adapter.
+            path: a folder with PEFT's files.
+            has_state: read the state of its optimizer, too.
+        """
+        state = sharded.load_values(Path(path) / OPTIMIZER) if has_state else None
+        self._adapters[name].take(AdapterWeights.read(Path(path)), state)
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
@@ -461,7 +511,8 @@ class Fsdp2Worker(BatchRunner):
         self._resume(sharded.unpack(packed, self._trained))
 
     def _snapshot(self, is_copied: bool, memory: host_memory.HostMemory | None = None) -> sharded.Snapshot:
-        accumulated: dict[str, Any] = {"weight": self._weight, "is_finite": self._is_finite}
+        whole = self._whole
+        accumulated: dict[str, Any] = {"weight": whole.weight, "is_finite": whole.is_finite, "is_sum": whole.is_sum}
         if self.module.routing is not None:
             accumulated["routing"] = self.module.routing.state_dict()
         return sharded.snapshot(self._trained, is_copied, memory, accumulated)
@@ -471,7 +522,9 @@ class Fsdp2Worker(BatchRunner):
         return sharded.Trained(self.module, self.module.optimizer, self.module.lr_scheduler)
 
     def _resume(self, accumulated: dict[str, Any]) -> None:
-        self._weight, self._is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
+        whole = self._whole
+        whole.weight, whole.is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
+        whole.is_sum = accumulated.get("is_sum", False)
         if self.module.routing is not None:
             self.module.routing.load_state_dict(accumulated.get("routing", {}))
         self.module.on_state_loaded()
@@ -498,7 +551,7 @@ class Fsdp2Worker(BatchRunner):
     def to_meta(self) -> None:
         """Free the module, the optimizer and shared memory."""
         if self._is_here:
-            del self.module
+            del self.module, self._whole, self._adapters
             self._is_here = False
             for arena in (self.arena, self.staged):
                 if isinstance(arena, SharedArena):
@@ -512,6 +565,8 @@ class Fsdp2Worker(BatchRunner):
         if self._device.type == "cpu":
             return
         self.module.to(device)
+        for adapter in self._adapters.values():
+            adapter.move(device)
         self.staged = None  # what was shared for the last sync would hold the memory that is to be left
         if self._is_state_on_host:
             self._rest_optimizer()
@@ -610,4 +665,6 @@ BACKEND = TrainBackend(
     check_module=check_module,
     prefix_obstacle=prefix_obstacle,
     choices=Fsdp2Worker.choices,
+    check_adapter=check_adapter,
+    read_adapter=read_adapter,
 )

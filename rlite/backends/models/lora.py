@@ -16,7 +16,7 @@ import math
 import re
 import signal
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from rlite.nn import pretrained
 from rlite.nn.base import BaseTrainModule, is_on_meta
 from rlite.nn.options import ALL_LINEAR, LoraOptions
 from rlite.runtime.parallel.fsdp import dtensor_like, full_tensor, local_shard, local_tensor, replace_parameters
+from rlite.runtime.replicas.adapters import AdapterWeights, Factors
 from rlite.runtime.storage.huggingface import Writer, copy_companions
 from rlite.wording import warn_once
 
@@ -80,8 +81,8 @@ class LoraTrainModule(BaseTrainModule):
             raise ConfigError(f"{type(self).__name__} holds real weights; add_lora comes before them, on meta")
         import peft  # optional, and slow to import
 
-        self._check_targets(options)
-        targets = self._linear_layers() if options.target_modules == [ALL_LINEAR] else options.target_modules
+        layers = target_layers(self, options)
+        targets = layers if options.target_modules == [ALL_LINEAR] else options.target_modules
         with pretrained.meta_parameters():
             # PEFT would see in the module's config that it is a mixture, and move targets to routers and experts
             peft.inject_adapter_in_model(self._peft_config(options, targets), nn.ModuleDict({"module": self}))
@@ -91,54 +92,6 @@ class LoraTrainModule(BaseTrainModule):
             with pretrained.real_tensors():
                 self.tie_weights()
         self.lora = options
-
-    def _linear_layers(self) -> list[str]:
-        head = self.get_output_embeddings() if isinstance(self, PreTrainedModel) else None
-        linear = (name for name, module in self.named_modules() if isinstance(module, _LINEAR) and module is not head)
-        return [name for name in linear if name != _SCORE]
-
-    def _endings(self, layers: set[str]) -> set[str]:
-        """Return the shortest ending of each layer's name that fits no module without an adapter."""
-        names = {plain_name(name) for name, _ in self.named_modules() if ".lora_" not in name}
-        others = {ending for name in names - layers - layers_read_raw(self).keys() for ending in _endings_of(name)}
-        return {next((ending for ending in _endings_of(name) if ending not in others), name) for name in layers}
-
-    def _check_targets(self, options: LoraOptions) -> None:
-        raw = layers_read_raw(self)
-        self._check_target_parameters(options.target_parameters)
-        if options.target_modules == [ALL_LINEAR]:
-            if raw:
-                layers = ", ".join(sorted({name.rpartition(".")[2] for name in raw}))
-                logger.warning("no adapters on %s: %s reads weights past the layers", layers, next(iter(raw.values())))
-            return
-        modules = dict(self.named_modules())
-        for target in options.target_modules:
-            named = {name: module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
-            problem = ""
-            if not named or not all(isinstance(module, _LINEAR) for module in named.values()):
-                endings = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, _LINEAR)}
-                problem = f"is no linear layer; {did_you_mean(target, endings)}"
-            elif isinstance(self, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
-                problem = "is the new head, which is trained as a whole"
-            elif reader := next(filter(None, map(raw.get, named)), None):
-                problem = (
-                    f"would be ignored: {reader} reads the layer's weight and does not call the layer; leave it out"
-                )
-            elif any(_is_tied(self, layer) for layer in named.values()):
-                problem = "shares its weight with the input embedding, which would have to change with it; leave it out"
-            if problem:
-                raise ConfigError(f"target_modules: {target!r} {problem}")
-
-    def _check_target_parameters(self, targets: Sequence[str]) -> None:
-        experts = experts_of(self)
-        stacks = [
-            f"{name}.{key}" for name, each in experts.items() for key, p in each._parameters.items() if p.ndim == 3
-        ]
-        for target in targets:
-            if not any(f".{name}".endswith(f".{target}") for name in stacks):
-                known = {".".join(name.split(".")[-3:]) for name in stacks}
-                problem = f"names no stack of experts' matrices; {did_you_mean(target, known)}"
-                raise ConfigError(f"target_parameters: {target!r} {problem if known else 'fits a model with experts'}")
 
     def _peft_config(self, options: LoraOptions, targets: Sequence[str], **changes: Any) -> Any:
         import peft
@@ -192,6 +145,17 @@ class LoraTrainModule(BaseTrainModule):
         finally:
             for module in adapted:
                 module._disable_adapters = False
+
+    def adapter_obstacle(self) -> str:
+        """Return why an engine cannot serve the adapter beside its base; "" if it can."""
+        if self.lora is None:
+            return "the model has no adapter: actor.lora is not set"
+        if self.lora.target_parameters:
+            return "experts have adapters (target_parameters), which travel merged"
+        head = self.get_output_embeddings() if isinstance(self, PreTrainedModel) else None
+        adapted = {name: layer for name, layer in self.named_modules() if hasattr(layer, "base_layer")}
+        odd = [name for name, layer in adapted.items() if type(layer.base_layer) is not nn.Linear or layer is head]
+        return f"{odd[0]} has an adapter, and is the output embedding or no plain linear layer" if odd else ""
 
     # -- on the way in -------------------------------------------------------------------------------------------
 
@@ -283,7 +247,7 @@ class LoraTrainModule(BaseTrainModule):
         base = getattr(getattr(self, "config", None), "_name_or_path", None)
         whole = [_SCORE] if isinstance(self, HuggingFaceFsdp2ScoreModule) else None
         # all-linear: layers of the base as it is now, which an opener's may not be
-        named = self._endings(layers) if self.lora.target_modules == [ALL_LINEAR] else set(self.lora.target_modules)
+        named = endings(self, layers) if self.lora.target_modules == [ALL_LINEAR] else set(self.lora.target_modules)
         taken = {name for name in named if experts_of(self) and name.rpartition(".")[2] in _TAKEN}
         changes = {"base_model_name_or_path": base, "inference_mode": True, "modules_to_save": whole}
         config = self._peft_config(self.lora, sorted(named - taken), **changes)
@@ -298,6 +262,107 @@ class LoraTrainModule(BaseTrainModule):
             for name, tensor in places.items()
         }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def target_layers(module: nn.Module, options: LoraOptions) -> list[str]:
+    """Return the names of the linear layers that the options name, in the module's order.
+
+    Args:
+        module: the module, without adapters.
+        options: `all-linear` names every linear layer but the output embedding, a new head, and layers that are not
+            called.
+
+    Raises:
+        ConfigError: a name fits no linear layer, or a layer that cannot have an adapter.
+    """
+    raw, modules = layers_read_raw(module), dict(module.named_modules())
+    _check_target_parameters(module, options.target_parameters)
+    if options.target_modules == [ALL_LINEAR]:
+        if raw:
+            layers = ", ".join(sorted({name.rpartition(".")[2] for name in raw}))
+            logger.warning("no adapters on %s: %s reads weights past the layers", layers, next(iter(raw.values())))
+        head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+        found = [name for name, layer in modules.items() if isinstance(layer, _LINEAR) and layer is not head]
+        return [name for name in found if name != _SCORE and name not in raw]
+    targets = set[str]()
+    for target in options.target_modules:
+        named = {name: layer for name, layer in modules.items() if f".{name}".endswith(f".{target}")}
+        problem = ""
+        if not named or not all(isinstance(layer, _LINEAR) for layer in named.values()):
+            known = {name.rpartition(".")[2] for name, layer in modules.items() if isinstance(layer, _LINEAR)}
+            problem = f"is no linear layer; {did_you_mean(target, known)}"
+        elif isinstance(module, HuggingFaceFsdp2ScoreModule) and _SCORE in named:
+            problem = "is the new head, which is trained as a whole"
+        elif reader := next(filter(None, map(raw.get, named)), None):
+            problem = f"would be ignored: {reader} reads the layer's weight and does not call the layer; leave it out"
+        elif any(_is_tied(module, layer) for layer in named.values()):
+            problem = "shares its weight with the input embedding, which would have to change with it; leave it out"
+        if problem:
+            raise ConfigError(f"target_modules: {target!r} {problem}")
+        targets |= named.keys()
+    return [name for name in modules if name in targets]
+
+
+def stored_layers(module: nn.Module) -> dict[str, tuple[str, nn.Linear]]:
+    """Return the linear layers that may have adapters which come and go, with their own names.
+
+    These are plain layers other than the output embedding, which are called.
+
+    Args:
+        module: the model.
+
+    Returns:
+        Name and layer by the name in PEFT's files, which keep the names of checkpoints.
+    """
+    head = module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
+    raw, end = layers_read_raw(module), ".lora_A.weight"
+    return {
+        name_before(module, f"{name}{end}").removesuffix(end): (name, layer)
+        for name, layer in module.named_modules()
+        if type(layer) is nn.Linear and layer is not head and name not in raw
+    }
+
+
+def own_adapter(module: LoraTrainModule) -> AdapterWeights:
+    """Return copies of the values of a module's own adapter on CPU; a collective of all ranks.
+
+    Raises:
+        ConfigError: the module has none, or an adapter of experts.
+    """
+    if module.lora is None:
+        raise ConfigError(f"{type(module).__name__} has no adapter of its own: call add_lora, or name an adapter")
+    factors = {}
+    for name, down in module.named_parameters():
+        if not name.endswith(_DOWN):
+            continue
+        layer = name.removesuffix(_DOWN)
+        if wraps_parameter(module.get_submodule(layer)):
+            raise ConfigError(f"{layer} has adapters of experts, which travel merged: use p2p_weight_sync")
+        pair = (full_tensor(part).cpu().clone() for part in (down, module.get_parameter(layer + _UP)))
+        factors[name_before(module, name).removesuffix(_DOWN)] = Factors(*pair)
+    return AdapterWeights(module.lora.rank, module.lora.alpha, factors)
+
+
+def _check_target_parameters(module: nn.Module, targets: Sequence[str]) -> None:
+    experts = experts_of(module)
+    stacks = [f"{name}.{key}" for name, each in experts.items() for key, p in each._parameters.items() if p.ndim == 3]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in stacks):
+            known = {".".join(name.split(".")[-3:]) for name in stacks}
+            problem = f"names no stack of experts' matrices; {did_you_mean(target, known)}"
+            raise ConfigError(f"target_parameters: {target!r} {problem if known else 'fits a model with experts'}")
+
+
+def endings(module: nn.Module, layers: Collection[str]) -> set[str]:
+    """Return the shortest ending of each layer's name that fits no module without an adapter.
+
+    Args:
+        module: the module.
+        layers: names of the layers with adapters.
+    """
+    names = {plain_name(name) for name, _ in module.named_modules() if ".lora_" not in name}
+    others = {ending for name in names - {*layers} - layers_read_raw(module).keys() for ending in _endings_of(name)}
+    return {next((ending for ending in _endings_of(name) if ending not in others), name) for name in layers}
 
 
 def _endings_of(name: str) -> list[str]:

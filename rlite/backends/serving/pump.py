@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from rlite.errors import RliteError
 from rlite.observability import trace
-from rlite.runtime.replicas.replica import InFlightRequest, OnFailure, ServingWorker, WorkerReplica
+from rlite.runtime.replicas.adapters import AdapterWeights
+from rlite.runtime.replicas.replica import AdapterWorker, InFlightRequest, OnFailure, ServingWorker, WorkerReplica
 from rlite.runtime.replicas.workers import WorkerSet
 from rlite.types import PromptLogprobs, SequenceRequest, TokenChunk
 
@@ -52,6 +53,7 @@ class Scoring:
 
     prompts: list[list[int]]
     num_top: int
+    adapter: str | None = None
     done: Future[list[PromptLogprobs]] = field(default_factory=Future)
 
 
@@ -124,12 +126,43 @@ class PumpedReplica(WorkerReplica):
         for request in dropped:
             request.fail(error)
 
-    def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
+    def stage_adapter(self, name: str | None, weights: AdapterWeights, version: int) -> bool | None:
+        """Make a version of an adapter ready on all workers, between two calls.
+
+        Args:
+            name: name of the adapter.
+            weights: its values.
+            version: its version.
+
+        Returns:
+            Whether it changes a logit; None if no worker knows.
+        """
+        with self._calling:
+            found = self.call(AdapterWorker.stage_adapter, name, weights, version)
+        return next((changes for changes in found if changes is not None), None)
+
+    def use_adapter(self, name: str | None, is_kept: bool) -> None:
+        """Serve the version that was staged. The replica is paused.
+
+        Args:
+            name: name of the adapter.
+            is_kept: let requests in flight end with the version with which they began.
+        """
+        self.call(AdapterWorker.use_adapter, name, is_kept)
+
+    def drop_adapter(self, name: str | None) -> None:
+        """Forget an adapter, and a version that was staged. The replica is paused."""
+        self.call(AdapterWorker.drop_adapter, name)
+
+    def prompt_logprobs(
+        self, prompts: Sequence[list[int]], num_top: int, adapter: str | None = None
+    ) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens. Calls for a few prompts alternate with decode steps.
 
         Args:
             prompts: token ids.
             num_top: number of most likely tokens at each place.
+            adapter: name of an adapter.
 
         Returns:
             One entry per prompt.
@@ -138,7 +171,7 @@ class PumpedReplica(WorkerReplica):
             Exception: the replica is lost, or the worker refuses a prompt.
         """
         starts = range(0, len(prompts), PROMPTS_PER_CALL)
-        scorings = [Scoring(list(prompts[start : start + PROMPTS_PER_CALL]), num_top) for start in starts]
+        scorings = [Scoring(list(prompts[start : start + PROMPTS_PER_CALL]), num_top, adapter) for start in starts]
         with self._changed:
             if self.failure is not None:
                 raise self.failure
@@ -208,7 +241,11 @@ class PumpedReplica(WorkerReplica):
 
     def _score(self, scoring: Scoring) -> None:
         try:
-            scored = self.workers.ask(PumpedWorker.prompt_logprobs, scoring.prompts, scoring.num_top)
+            asked = scoring.prompts, scoring.num_top
+            if scoring.adapter is None:
+                scored = self.workers.ask(PumpedWorker.prompt_logprobs, *asked)
+            else:
+                scored = self.workers.ask(AdapterWorker.adapter_logprobs, *asked, scoring.adapter)
         except Exception as error:  # any error belongs to the waiting caller
             scoring.done.set_exception(error)
         else:

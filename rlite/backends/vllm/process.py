@@ -94,6 +94,11 @@ class EngineProcess:
                 raise ConfigError(told) from None
             raise
 
+    @property
+    def folder(self) -> Path:
+        """A folder that ends with the process."""
+        return Path(self._folder.name)
+
     def call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result of a coroutine method of the server.
 

@@ -256,6 +256,32 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
     return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
 
 
+def lora_request(name: str, number: int, folder: str) -> Any:
+    """Return vLLM's LoRARequest of one version of an adapter.
+
+    Args:
+        name: a name of its own, by which vLLM keeps its keys and values apart.
+        number: a number of its own, from 1 on.
+        folder: folder with PEFT's files.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, number, folder)
+
+
+def adapter_obstacle(options: Mapping[str, Any]) -> str:
+    """Return why an engine with these options serves no adapters; "" if it does."""
+    if options.get("enable_lora") or options.get("passed_on", {}).get("enable_lora"):
+        return ""
+    return "build it with enable_lora=True, and with max_lora_rank and max_loras (adapters of one batch)"
+
+
+def sync_obstacle(options: Mapping[str, Any]) -> str:
+    """Return why an engine with these options takes no whole weights; "" if it does."""
+    has_lora = not adapter_obstacle(options)
+    return "with enable_lora vLLM wraps its layers; sync the adapter (p2p_adapter_sync)" if has_lora else ""
+
+
 def name_of(output: Any) -> str:
     """Return the name under which the request of an output was started; it has no hyphen."""
     return output.request_id.partition("-")[0]  # newer releases append a random suffix

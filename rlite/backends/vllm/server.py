@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,6 +37,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
+class LoadedAdapter:
+    """One version of an adapter that vLLM holds."""
+
+    version: int
+    request: Any
+    """vLLM's LoRARequest"""
+
+
+@dataclass(eq=False)
 class Serving:
     """One request that vLLM serves."""
 
@@ -44,7 +53,8 @@ class Serving:
     name: str
     """name of the request in vLLM. A request number can return after a cancelled request that vLLM still knows"""
     made: list[int]
-    """tokens of the answer so far, if it has stop strings"""
+    """tokens of the answer so far"""
+    adapter: LoadedAdapter | None
     is_started: bool = False
     """vLLM has accepted it"""
 
@@ -64,6 +74,11 @@ class Server:
         self._counter = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._version = 0
+        self._adapters: dict[str | None, LoadedAdapter] = {}
+        """by name; None is the adapter of requests that name none"""
+        self._staged: dict[str | None, LoadedAdapter] = {}
+        self._retired: list[LoadedAdapter] = []
+        """versions that requests in flight may still use"""
         self._routing: RoutingTable | None = None
 
     async def run(self) -> None:
@@ -133,12 +148,17 @@ class Server:
     def submit(self, requests: list[SequenceRequest]) -> None:
         """Start requests."""
         for request in requests:
-            if (error := self._rules.objection(request)) is not None:
-                self._put(request, error=error)
-                continue
-            serving = Serving(request, f"{request.request_id}.{next(self._counter)}", [*request.output_ids])
-            self._serving[serving.name] = serving
-            self._run_beside(self._begin(serving))
+            if request.adapter is not None and request.adapter not in self._adapters:
+                self._put(request, self._version, error=f"there is no adapter {request.adapter!r}")
+            elif (error := self._rules.objection(request)) is not None:
+                self._put(request, self._version, error=error)
+            else:
+                self._start(request)
+
+    def _start(self, request: SequenceRequest) -> None:
+        name, adapter = f"{request.request_id}.{next(self._counter)}", self._adapters.get(request.adapter)
+        self._serving[name] = serving = Serving(request, name, [*request.output_ids], adapter)
+        self._run_beside(self._begin(serving))
 
     def cancel(self, request_ids: list[int]) -> None:
         """End requests with their tokens so far."""
@@ -151,7 +171,8 @@ class Server:
         arguments = release.sampling_arguments(request, rules.stop_ids(request.gconfig), rules.max_model_len)
         prompt = {"prompt_token_ids": [*request.input_ids, *request.output_ids]}
         try:
-            await self._engine.add_request(serving.name, prompt, release.sampling_params(arguments))
+            lora = {} if serving.adapter is None else {"lora_request": serving.adapter.request}
+            await self._engine.add_request(serving.name, prompt, release.sampling_params(arguments), **lora)
         except Exception as error:  # of any kind: it belongs to this request, unless vLLM is gone
             if serving.name in self._serving and not release.is_death(error):
                 traceback.print_exc()
@@ -169,7 +190,7 @@ class Server:
 
     def _end(self, serving: Serving, **fields: Any) -> None:
         del self._serving[serving.name]
-        self._put(serving.request, **fields)
+        self._put(serving.request, self._version_of(serving), **fields)
 
     def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -208,9 +229,9 @@ class Server:
         if any(value != value for value in logprobs):
             told = "the model computes NaN or infinity for this request"
             return self._abort(serving, error=told, is_nonfinite=True)
+        start = len(serving.made)
+        serving.made += tokens
         if request.gconfig.stop:
-            start = len(serving.made)
-            serving.made += tokens
             length = self._rules.length_at_stop(request, serving.made, start)
         num = len(tokens) if length is None else length - start
         columns: dict[str, list] = {"token_ids": tokens, "logprobs": logprobs, "sampling_logprobs": over_kept}
@@ -224,43 +245,108 @@ class Server:
         if length is not None:
             self._abort(serving, finish_reason="stop", **made)
         elif reason is None:
-            self._put(request, **made)
+            self._put(request, self._version_of(serving), **made)
         elif reason in ("stop", "length"):
             self._end(serving, finish_reason=reason, **made)
         else:
             self._end(serving, error=f"vLLM ended the request with {reason!r}", **made)
 
-    def _put(self, request: SequenceRequest, **fields: Any) -> None:
+    def _version_of(self, serving: Serving) -> int:
+        return self._version if serving.adapter is None else serving.adapter.version
+
+    def _put(self, request: SequenceRequest, version: int, **fields: Any) -> None:
         """Send a chunk of a request, with the other chunks of this turn of the event loop."""
         if not self._chunks:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._chunks.append(TokenChunk(request_id=request.request_id, version=self._version, **fields))
+        self._chunks.append(TokenChunk(request_id=request.request_id, version=version, **fields))
 
     def _flush(self) -> None:
         if self._chunks:
             chunks, self._chunks = self._chunks, []
             self._connection.send(("tokens", chunks))
 
-    async def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
+    async def prompt_logprobs(
+        self, prompts: list[list[int]], num_top: int, adapter: str | None = None
+    ) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
 
         Args:
             prompts: token ids.
             num_top: number of most likely tokens at each place.
+            adapter: name of an adapter.
 
         Returns:
             One entry per prompt.
         """
-        return await asyncio.gather(*(self._prompt_logprobs(ids, num_top) for ids in prompts))
+        own = self._adapters.get(adapter)
+        return await asyncio.gather(*(self._prompt_logprobs(ids, num_top, own) for ids in prompts))
 
-    async def _prompt_logprobs(self, ids: list[int], num_top: int) -> PromptLogprobs:
+    async def _prompt_logprobs(
+        self, ids: list[int], num_top: int, adapter: LoadedAdapter | None = None
+    ) -> PromptLogprobs:
         if len(ids) < 2:
             return PromptLogprobs(logprobs=[], top_ids=[], top_logprobs=[])
         params = release.sampling_params({"max_tokens": 1, "prompt_logprobs": num_top, "detokenize": False})
         name = f"prompt-{next(self._counter)}"
-        async for output in self._engine.generate({"prompt_token_ids": ids}, params, name):
+        lora = {} if adapter is None else {"lora_request": adapter.request}
+        async for output in self._engine.generate({"prompt_token_ids": ids}, params, name, **lora):
             entries = output.prompt_logprobs
         return release.scored_prompt(ids, entries, num_top)
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    async def stage_adapter(
+        self, name: str | None, version: int, number: int, folder: str, probe: list[int] | None
+    ) -> bool | None:
+        """Load a version of an adapter; see `AdapterWorker.stage_adapter`.
+
+        Args:
+            name: name of the adapter.
+            version: its version.
+            number: number that no other version has.
+            folder: folder with PEFT's files, which vLLM reads and this process removes later.
+            probe: tokens of a prompt; None: vLLM computes nothing at present.
+
+        Returns:
+            Whether it changes a log-probability of the probe; None without one.
+        """
+        staged = LoadedAdapter(version, release.lora_request(f"{name}.{number}", number, folder))
+        await self._engine.add_lora(staged.request)
+        if name in self._staged:
+            self._retired.append(self._staged.pop(name))
+        self._staged[name] = staged
+        await self._forget_retired()
+        if probe is None:
+            return None
+        before, after = [await self._prompt_logprobs(probe, 1, each) for each in (None, staged)]
+        return before != after
+
+    async def use_adapter(self, name: str | None, is_kept: bool) -> None:
+        """Serve the version that was staged; see `AdapterWorker.use_adapter`. Generation rests."""
+        if name in self._adapters:
+            self._retired.append(self._adapters[name])
+        self._adapters[name] = self._staged.pop(name)
+        moved = [] if is_kept else [each for each in self._serving.values() if each.request.adapter == name]
+        for serving in moved:
+            del self._serving[serving.name]
+            if serving.is_started:
+                await self._engine.abort(serving.name)
+            self._start(replace(serving.request, output_ids=serving.made))
+        await self._forget_retired()
+
+    async def drop_adapter(self, name: str | None) -> None:
+        """Forget an adapter, and a version that was staged."""
+        self._retired += [held.pop(name) for held in (self._adapters, self._staged) if name in held]
+        await self._forget_retired()
+
+    async def _forget_retired(self) -> None:
+        """Let vLLM forget versions that no request uses, and remove their files."""
+        used = {id(serving.adapter) for serving in self._serving.values()}
+        unused = [adapter for adapter in self._retired if id(adapter) not in used]
+        self._retired = [adapter for adapter in self._retired if id(adapter) in used]
+        for adapter in unused:
+            await self._engine.remove_lora(adapter.request.lora_int_id)
+            shutil.rmtree(adapter.request.lora_path, ignore_errors=True)
 
     # -- rest, weights and residency -----------------------------------------------------------------------------
 
@@ -275,6 +361,8 @@ class Server:
     async def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on, and return when this holds."""
         self._version = version
+        if (policy := self._adapters.get(None)) is not None:
+            policy.version = version
 
     async def load(self, source: Any, version: int | None) -> None:
         """Load weights into every worker, and forget what was computed with the old weights.

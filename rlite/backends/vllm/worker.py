@@ -32,6 +32,7 @@ from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import attention_shape
+from rlite.runtime.replicas.adapters import AdapterWeights
 from rlite.runtime.replicas.digests import Served
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
 from rlite.runtime.replicas.transport import Piece
@@ -68,7 +69,8 @@ class VllmWorker:
         self._is_first = context.rank % executor_size == 0
         self._is_cpu = context.device.kind == "cpu"
         self._environment = self._variables()
-        self._version = 0
+        self._version = self._num_adapters = 0
+        self._is_resting = False
         self._process: EngineProcess | None = None
         self._on_device: set[str] = set()
         """parts of vLLM's memory that are on the device"""
@@ -114,11 +116,13 @@ class VllmWorker:
             The tokens before it that no call has returned.
         """
         self._call(Server.pause)
+        self._is_resting = True
         return self.advance([], [], 0)
 
     def resume(self) -> list[TokenChunk]:
         """Return the tokens that no call has returned, and continue after `pause`."""
         self._call(Server.resume)
+        self._is_resting = False
         return self.advance([], [], 0)
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
@@ -134,10 +138,26 @@ class VllmWorker:
         Raises:
             DataError: a prompt is longer than vLLM's own limit, which it may derive.
         """
+        return self._score(prompts, num_top, None)
+
+    def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens with an adapter; see `prompt_logprobs`.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+            adapter: name of the adapter.
+
+        Returns:
+            One entry per prompt.
+        """
+        return self._score(prompts, num_top, adapter)
+
+    def _score(self, prompts: list[list[int]], num_top: int, adapter: str | None) -> list[PromptLogprobs]:
         if self._process is None:
             return []
         check_lengths(prompts, self._process.max_model_len - 1)
-        return self._process.call(Server.prompt_logprobs, prompts, num_top)
+        return self._process.call(Server.prompt_logprobs, prompts, num_top, adapter)
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
@@ -147,6 +167,47 @@ class VllmWorker:
     def _call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> Any:
         """Return the server's result; None on ranks without a server."""
         return None if self._process is None else self._process.call(method, *args, **kwargs)
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def stage_adapter(self, name: str | None, given: AdapterWeights, version: int) -> bool | None:
+        """Let vLLM load a version of an adapter from files of its own; see `AdapterWorker.stage_adapter`.
+
+        Args:
+            name: name of the adapter.
+            given: its values.
+            version: its version.
+
+        Returns:
+            Whether it changes a log-probability; None on other ranks than the first, and while vLLM rests.
+
+        Raises:
+            ConfigError: vLLM does not take the adapter; the message gives its reason.
+            WorkerDied: vLLM is gone.
+        """
+        if self._process is None:
+            return None
+        self._num_adapters += 1
+        folder = self._process.folder / f"adapter-{self._num_adapters}"
+        folder.mkdir()
+        given.write(folder)
+        can_compute = not self._is_resting and self._on_device.issuperset(PARTS)
+        vocab_size = self._config.get_text_config().vocab_size
+        probe = [7 * index % vocab_size for index in range(16)] if can_compute else None
+        try:
+            return self._call(Server.stage_adapter, name, version, self._num_adapters, str(folder), probe)
+        except WorkerDied:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(f"{self._name}: vLLM does not take the adapter: {error}") from error
+
+    def use_adapter(self, name: str | None, is_kept: bool) -> None:
+        """Serve the version that was staged; see `AdapterWorker.use_adapter`."""
+        self._call(Server.use_adapter, name, is_kept)
+
+    def drop_adapter(self, name: str | None) -> None:
+        """Forget an adapter; see `AdapterWorker.drop_adapter`."""
+        self._call(Server.drop_adapter, name)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -400,6 +461,10 @@ BACKEND = InferenceBackend(
     check=check_served,
     ranks=RankChoice(receives=(0,), returns=0),  # the other ranks hold the devices of vLLM's workers
     capabilities=Capabilities(
-        has_prompt_logprobs=True, extras=frozenset({"kept_ids"}), optional_extras=release.OPTIONAL
+        has_prompt_logprobs=True,
+        sync_obstacle=release.sync_obstacle,
+        adapter_obstacle=release.adapter_obstacle,
+        extras=frozenset({"kept_ids"}),
+        optional_extras=release.OPTIONAL,
     ),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -63,6 +64,7 @@ class Engine:
         self.weights = Weights.RELEASED
         self.options: Any = None
         self._version = 0
+        self._base: str | None = None
         self.proof: tuple[str, Any] | None = None
         """digest of the weights of the last verified sync, and the workers' own checksums; None if there was none"""
         self._factory: Any = None
@@ -138,7 +140,7 @@ class Engine:
             check_neighbours(session, owner, group)
             self.copies = [self._copy(index) for index in range(len(placed))]
             self._choose_reporters()
-            self.weights = Weights.DEVICE
+            self.weights, self._base = Weights.DEVICE, None
             self._built()
         except BaseException:
             self.release()
@@ -298,6 +300,22 @@ class Engine:
     def is_built(self) -> bool:
         """True while the engine has workers."""
         return self._group is not None
+
+    @property
+    def base_id(self) -> str:
+        """Text that engines with equal weights share, so far as it is known: adapters belong to one of them."""
+        if not self._base:
+            self._base = self._fingerprint() if self._base is None else uuid.uuid4().hex
+        return self._base
+
+    @base_id.setter
+    def base_id(self, text: str) -> None:
+        """Set the text. "" stands for weights that no other engine has."""
+        self._base = text
+
+    def _fingerprint(self) -> str:
+        """Return `base_id` of the weights that the engine has read itself."""
+        return uuid.uuid4().hex
 
     def get_version(self) -> int:
         """Return the policy version of the engine's weights: the number of updates since the start."""

@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig
 from rlite.config import Count, Options
 from rlite.errors import ConfigError, DataError, NonFiniteError
 from rlite.runtime.parallel.tensor import attention_shape
+from rlite.runtime.replicas.adapters import AdapterWeights
 from rlite.runtime.replicas.workers import Backend, P, Resident, T, Worker, WorkerSet
 from rlite.types import LLMRequest, LLMResponse, PromptLogprobs, SequenceRequest, StopReason, TokenChunk
 
@@ -152,6 +153,9 @@ class Capabilities:
     has_readable_weights: bool = False
     """`parameter_shards()` holds the served weights at any time, so a replica that joins can copy them; otherwise it
     joins at the next weight sync"""
+    adapter_obstacle: Callable[[Mapping[str, Any]], str] | None = None
+    """adapter_obstacle(options): why the options of `build` do not let replicas serve adapters; "" if they do, and the
+    workers are `AdapterWorker`s of a `PumpedReplica`. None: the executor serves none"""
     extras: frozenset[str] = frozenset()
     """names of the columns beside tokens and log-probabilities that a request may ask for"""
     optional_extras: Mapping[str, OptionalColumn] = field(default_factory=dict)
@@ -462,6 +466,46 @@ class ServingWorker(Worker, Protocol):
 
     def set_version(self, version: int) -> None:
         """Stamp tokens with this policy version from now on."""
+
+
+class AdapterWorker(ServingWorker, Protocol):
+    """One process of a replica that serves adapters."""
+
+    def stage_adapter(self, name: str | None, given: AdapterWeights, version: int) -> bool | None:
+        """Make a version of an adapter ready, which replaces an earlier one that is not used yet.
+
+        Args:
+            name: name of the adapter; None is the adapter of requests that name none.
+            given: its values.
+            version: its version, which tokens carry.
+
+        Returns:
+            Whether it changes a logit of some prompt; None on a worker that does not know.
+
+        Raises:
+            ConfigError: the adapter does not fit the model or the options of `build`.
+        """
+
+    def use_adapter(self, name: str | None, is_kept: bool) -> None:
+        """Serve the version that was staged.
+
+        Args:
+            name: name of the adapter.
+            is_kept: let requests in flight end with the version with which they began. Otherwise they continue from
+                their tokens with the new version, and their cache is recomputed.
+        """
+
+    def drop_adapter(self, name: str | None) -> None:
+        """Forget an adapter, and a version that was staged; nothing if there is none."""
+
+    def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
+        """Return the log-probabilities of each prompt's tokens with an adapter.
+
+        Args:
+            prompts: token ids.
+            num_top: number of most likely tokens at each place.
+            adapter: name of the adapter.
+        """
 
 
 class WorkerReplica(Resident):

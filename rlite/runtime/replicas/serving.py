@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from rlite.errors import CallTimeout, ConfigError, DataError, ResidencyError, WeightSyncError
 from rlite.observability import trace
 from rlite.runtime.event_loop import result_of
+from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.parallel.tensor import max_positions
 from rlite.runtime.replicas.engine import Engine, Weights
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, InFlightRequest, Replica, check_lengths
@@ -84,7 +85,9 @@ def complete_all(replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest
         replicas.note_truncation(request)
 
 
-def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_tokens: int) -> list[PromptLogprobs]:
+def score(
+    replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_tokens: int, adapter: str | None = None
+) -> list[PromptLogprobs]:
     """Return the log-probabilities of each prompt's tokens. Prompts are distributed to the replicas in turn.
 
     Args:
@@ -92,6 +95,7 @@ def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_
         prompts: token ids.
         num_top: number of most likely tokens at each place.
         max_tokens: most tokens of a prompt.
+        adapter: name of an adapter.
 
     Raises:
         ConfigError: `num_top` is out of range.
@@ -100,10 +104,11 @@ def score(replicas: ReplicaSet, prompts: Sequence[list[int]], num_top: int, max_
     if not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise ConfigError(f"num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
     check_lengths(prompts, max_tokens)
-    serving = replicas.serving
+    serving: list[Any] = replicas.serving  # with adapters, they are `PumpedReplica`s
     num = len(serving)
     shares = {replica: prompts[index::num] for index, replica in enumerate(serving)}
-    results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica], num_top))
+    chosen = () if adapter is None else (adapter,)
+    results = together(serving, lambda replica: replica.prompt_logprobs(shares[replica], num_top, *chosen))
     return [results[index % num][index // num] for index in range(len(prompts))]
 
 
@@ -172,6 +177,8 @@ class ServingEngine(Engine):
         if max_replacements < 0:
             raise ConfigError(f"max_replacements={max_replacements}: expected 0 or more")
         self.path, self._config = path, config
+        self._read_from = path
+        """folder of the weights that were read last"""
         self._make_replicas = partial(ReplicaSet, routing, max_replacements, self._start_again, self._adopt)
         self._replicas = self._make_replicas(executor, None)
         self.left_replicas = self._replicas.left
@@ -319,6 +326,10 @@ class ServingEngine(Engine):
     def _load(self, folder: str | None) -> None:
         with self._writing_weights("continue"):
             self._each(lambda replica: replica.load_weights(folder))
+        self._base, self._read_from = None, folder or self.path
+
+    def _fingerprint(self) -> str:
+        return CheckpointReader(self._read_from).fingerprint()
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -326,6 +337,7 @@ class ServingEngine(Engine):
         """Complete a request; see `complete`."""
         wanted = request.request.extras
         self._need(self.extras.issuperset(wanted), f"extras={wanted}", f"it has {sorted(self.extras) or 'none'}")
+        self._check_adapter("agenerate", request.request.adapter)
         self._check_ready("agenerate", may_wait=True)
         await complete(self._replicas, request, affinity)
 
@@ -341,11 +353,12 @@ class ServingEngine(Engine):
         complete_all(self._replicas, groups, self.group.call_timeout if timeout is None else timeout)
 
     def _score(
-        self, what: str, prompts: Sequence[list[int]], num_top: int, may_wait: bool = False
+        self, what: str, prompts: Sequence[list[int]], num_top: int, may_wait: bool = False, adapter: str | None = None
     ) -> list[PromptLogprobs]:
         self._need_prompt_logprobs()
         self._check_ready(what, may_wait)
-        return score(self._replicas, prompts, num_top, self.context_length - 1)
+        self._check_adapter(what, adapter)
+        return score(self._replicas, prompts, num_top, self.context_length - 1, adapter)
 
     def _checked(self, ids: Sequence[int], where: str) -> list[int]:
         """Return the tokens of a prompt; see `check_tokens`."""
@@ -370,6 +383,7 @@ class ServingEngine(Engine):
     def _built(self) -> None:
         assert self._session is not None
         self._has_cache, self._version, self._is_paused, self._is_as_loaded = True, 0, False, True
+        self._read_from = self.path
         fixed_by = "" if self._num_copies(None) is None else f"the options of the executor {self.executor_name!r}"
         has_default_length = vars(self.options).get("max_model_len") is None
         self.copies = workers_of_replicas(self.copies, self._backend, self.options)
@@ -422,6 +436,10 @@ class ServingEngine(Engine):
     def _stop_serving(self) -> None:
         """End what runs in the driver, before the workers end."""
         self._replicas.close()
+
+    def _check_adapter(self, what: str, name: str | None) -> None:
+        """Refuse a request for an adapter that is not there."""
+        self._need(name is None, what, "leave adapter out")
 
     def _version_changed(self) -> None:
         """Note that tokens will carry another policy version."""

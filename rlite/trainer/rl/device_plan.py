@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import rlite
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
@@ -122,7 +124,7 @@ class DevicePlan:
             if has_residency:
                 engines.rollout.cuda()
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
-        engines.verify_every = rollout.verify_sync
+        engines.verify_every, engines.sends_adapter = rollout.verify_sync, self._sends_adapter()
         engines.is_apart = rollout.max_head_offpolicyness > 0
         can_leave = engines.rollout.capabilities.has_residency and not engines.is_apart
         engines.takes_turns = {engines.rollout: default and can_leave}
@@ -136,6 +138,25 @@ class DevicePlan:
             self._build_inference(engines.evaluation, num_evaluating)
         if self._rewards is not None:
             self._rewards.build_beside(engines.rollout, num_generating, options.trainer.seed)
+
+    def _sends_adapter(self) -> bool:
+        """Return whether weight syncs send the actor's adapter alone.
+
+        Raises:
+            ConfigError: `rollout.adapter_sync` asks for it, and it is not possible.
+        """
+        rollout, engine = self._options.rollout, self.engines.rollout
+        actor: Any = self.engines.actor.module
+        why_not = engine.capabilities.adapter_obstacle
+        obstacles = (
+            actor.adapter_obstacle(),
+            "its executor serves no adapters" if why_not is None else why_not(vars(engine.options)),
+            "rollout.verify_sync compares whole weights" if rollout.verify_sync else "",
+        )
+        found = [told for told in obstacles if told]
+        if rollout.adapter_sync and found:
+            raise ConfigError(f"rollout.adapter_sync=true: {found[0]}; leave it out, or set it to false")
+        return not found and rollout.adapter_sync is not False
 
     def _inference_engine(self) -> RliteInferenceEngine:
         rollout, name = self._options.rollout, self._options.actor.model_name

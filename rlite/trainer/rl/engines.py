@@ -44,6 +44,8 @@ class Engines:
     """engines, and true for each that leaves the device to others"""
     resident: Engine | None = None
     """the engine that is on the device, of those that take turns"""
+    sends_adapter: bool = False
+    """weight syncs send the actor's adapter alone, and the rollout engine keeps its base"""
     verify_every: int = 0
     """weight syncs from one that is verified to the next; 0 verifies none"""
 
@@ -77,7 +79,7 @@ class Engines:
         self.resident = engine
 
     def _leave(self) -> None:
-        if self.resident is self.rollout:
+        if self.resident is self.rollout and not self.sends_adapter:
             self.rollout.meta()
         elif self.resident is not None:
             self.resident.cpu()
@@ -95,16 +97,21 @@ class Engines:
         self.move_to_device(self.actor)
         is_verified = self.verify_every > 0 and (self.rollout.get_version() + 1) % self.verify_every == 0
         if not self.takes_turns[self.rollout]:
-            report = self.actor.p2p_weight_sync(self.rollout, verify_checksums=is_verified)
+            report = self._send(is_verified)
             if not self.is_apart:
                 self._leave()
             return report
         self.rollout.cuda("weights")
-        report = self.actor.p2p_weight_sync(self.rollout, verify_checksums=is_verified)
+        report = self._send(is_verified)
         self.actor.cpu()
         self.rollout.cuda("kv_cache")
         self.resident = self.rollout
         return report
+
+    def _send(self, is_verified: bool) -> SyncReport:
+        if self.sends_adapter:
+            return self.actor.p2p_adapter_sync(self.rollout, may_be_zero=True)
+        return self.actor.p2p_weight_sync(self.rollout, verify_checksums=is_verified)
 
 
 @dataclass(frozen=True, kw_only=True)

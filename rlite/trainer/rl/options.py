@@ -304,6 +304,9 @@ class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
     verify_sync: Natural = 0
     """weight syncs from one that is verified to the next: SHA-256 digests of what was sent and of what is served are
     compared, and log-probabilities must change with the weights; 0 verifies none"""
+    adapter_sync: bool | None = None
+    """weight syncs send the adapter of actor.lora alone, and the engine serves it beside its base; default: if the
+    executor can (vllm with enable_lora). false merges the adapter into the weights"""
     escape_special_tokens: bool = False
     """special tokens in messages, but for the assistant's, are plain text"""
     dynamic_filtering: bool | None = None

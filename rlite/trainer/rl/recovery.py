@@ -115,7 +115,7 @@ def bring_back(engines: Engines, snapshots: Mapping[RliteTrainEngine, MemorySnap
         version: policy version that the rollout engine goes back to.
     """
     if engines.resident is engines.rollout:
-        engines.rollout.meta()
+        (engines.rollout.cpu if engines.sends_adapter else engines.rollout.meta)()
     engines.resident = None
     for engine in engines.workers:
         if engine in snapshots or engine.has_died:

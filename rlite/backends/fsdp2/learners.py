@@ -1,0 +1,390 @@
+"""Parameters of one rank that learn together: the whole module, or one of several adapters beside its layers.
+
+An adapter of this file is two factors beside each of its linear layers, which every rank holds whole. They are no
+parameters of the module, so FSDP and the module's checkpoints do not know them. Hooks add their products while the
+adapter is active. Gradients accumulate on each rank, and are averaged over the ranks once, before a step. Adapters
+therefore come and go while the module lives, each with its own layers, rank, gradients and optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from rlite.backends.fsdp2.options import Fsdp2Options
+from rlite.backends.models import batch_invariant, linear
+from rlite.backends.models.lora import LoraTrainModule, endings, stored_layers, target_layers
+from rlite.backends.models.routing import NO_ROUTING
+from rlite.errors import CheckpointError, ConfigError, why_not_written
+from rlite.nn.base import BaseTrainModule
+from rlite.nn.options import LoraOptions
+from rlite.runtime.parallel import fsdp
+from rlite.runtime.replicas.adapters import AdapterWeights, Factors, check_fit
+from rlite.runtime.storage.atomic import publish, seal, staging
+
+OPTIMIZER = "optimizer.pt"
+"""file of an adapter's optimizer state, beside PEFT's files"""
+
+
+class Learner(ABC):
+    """The accumulated gradients of some parameters, and their optimizer."""
+
+    weight = 0.0
+    """weight of the accumulated gradients"""
+    is_sum = False
+    """the accumulated gradients are those of a sum; otherwise of a weighted mean"""
+    is_finite = True
+    """true if every loss with accumulated gradients is finite"""
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None if there is none."""
+
+    @abstractmethod
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that may have gradients."""
+
+    @abstractmethod
+    def clip(self, max_norm: float, mesh: fsdp.TrainMesh, group: dist.ProcessGroup) -> float:
+        """Scale the gradients, as averaged over ranks, down to a global norm; a collective.
+
+        Args:
+            max_norm: the largest norm allowed.
+            mesh: this rank's place in the mesh.
+            group: all workers of the engine.
+
+        Returns:
+            The norm before clipping.
+        """
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let the module compute with these parameters, and give gradients to them alone, inside the block."""
+        yield
+
+    def begin(self, is_sum: bool) -> None:
+        """Prepare for the gradients of a further batch.
+
+        Args:
+            is_sum: the batch's loss is a sum.
+
+        Raises:
+            ConfigError: a batch with the other kind of loss has accumulated gradients.
+        """
+        if not self.has_gradients():
+            self.weight, self.is_finite = 0.0, True
+        elif self.weight == 0:
+            self.forget()  # gradients that a method of the user's left
+        if self.weight and is_sum != self.is_sum:
+            told = "gradients of a mean and of a sum cannot add up: one has a loss_weight_fn, the other has none"
+            raise ConfigError(f"forward_backward: {told}; call optimizer_step between them")
+        self.is_sum = is_sum
+
+    def has_gradients(self) -> bool:
+        """Return whether any gradient is accumulated. A method of the user's module may have made or dropped it."""
+        return any(parameter.grad is not None for parameter in self.parameters())
+
+    def divisor(self, weight: float) -> float:
+        """Return the number by which gradients are divided while they accumulate.
+
+        Args:
+            weight: weight of all batches since the last step.
+        """
+        return 1.0 if self.is_sum else weight
+
+    def scale_to(self, divisor: float) -> None:
+        """Divide the accumulated gradients by another number than before."""
+        if self.weight and (factor := self.divisor(self.weight) / divisor) != 1.0:
+            torch._foreach_mul_([fsdp.local_tensor(p.grad) for p in self.parameters() if p.grad is not None], factor)
+
+    def forget(self) -> None:
+        """Drop the accumulated gradients."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.weight, self.is_finite = 0.0, True
+
+    def set(self, settings: Mapping[str, Any]) -> None:
+        """Set options of the optimizer, for this step and later ones.
+
+        Args:
+            settings: values by the optimizer's own names.
+
+        Raises:
+            ConfigError: the optimizer does not have the option. Nothing was changed.
+        """
+        groups = self.optimizer.param_groups if self.optimizer else []
+        for group in groups:
+            if unknown := settings.keys() - group.keys():
+                told = f"{type(self.optimizer).__name__} has no {sorted(unknown)[0]}"
+                raise ConfigError(f"optimizer_step: {told}; it has {', '.join(group.keys() - {'params'})}")
+        for group in groups:
+            group.update(settings)
+
+
+class WholeModule(Learner):
+    """The user's module, with the optimizer that it makes itself.
+
+    Args:
+        module: the sharded module.
+    """
+
+    def __init__(self, module: BaseTrainModule) -> None:
+        self._module = module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The module's optimizer, which its methods may replace."""
+        return self._module.optimizer
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the module's parameters."""
+        return list(self._module.parameters())
+
+    def clip(self, max_norm: float, mesh: fsdp.TrainMesh, group: dist.ProcessGroup) -> float:
+        """Scale the gradients down; see `Learner.clip`. FSDP has averaged them.
+
+        Args:
+            max_norm: the largest norm allowed.
+            mesh: this rank's place in the mesh.
+            group: all workers of the engine.
+
+        Returns:
+            The norm before clipping.
+        """
+        return fsdp.clip_gradients(self._module.parameters(), max_norm, mesh, group)
+
+    def forget(self) -> None:
+        """Drop the accumulated gradients, and what is known of the routers."""
+        super().forget()
+        (self._module.routing or NO_ROUTING).forget()
+
+
+class Adapter(Learner):
+    """A low-rank adapter beside linear layers of a module, with an AdamW of its own.
+
+    Args:
+        module: the sharded module, with real weights.
+        options: rank, scale and layers of the adapter.
+        dtype: dtype of the factors.
+        seed: seed of the initial values, which depend on the seed and on the names of the layers alone.
+        is_invariant: compute products whose bits do not depend on the batch.
+    """
+
+    def __init__(
+        self, module: BaseTrainModule, options: LoraOptions, dtype: torch.dtype, seed: int, is_invariant: bool
+    ) -> None:
+        self.options, self._module = options, module
+        self._product = batch_invariant.linear if is_invariant else linear.linear
+        self._scale = options.alpha / options.rank
+        self.factors = {name: self._initial(name, dtype, seed) for name in target_layers(module, options)}
+        self._stored = {stored: n for stored, (n, _) in stored_layers(module).items() if n in self.factors}
+        """names of the layers by their names in PEFT's files"""
+        self._optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.0)
+
+    def _initial(self, name: str, dtype: torch.dtype, seed: int) -> Factors:
+        """Return factors as PEFT draws them: `down` is Kaiming-uniform with a = sqrt(5), `up` is zero."""
+        layer: Any = self._module.get_submodule(name)
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{name}.lora_A.default.weight".encode()) ^ seed)
+        down = torch.empty(self.options.rank, layer.in_features, device="cpu")
+        nn.init.kaiming_uniform_(down, math.sqrt(5), generator=generator)
+        up = torch.zeros(layer.out_features, self.options.rank)
+        return Factors(*(nn.Parameter(each.to(self._module.device, dtype)) for each in (down, up)))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The adapter's AdamW."""
+        return self._optimizer
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the factors of all layers, in the order of the module."""
+        return [p for pair in self.factors.values() for p in pair]  # type: ignore[misc]
+
+    def divisor(self, weight: float) -> float:
+        """Return 1: gradients are those of a sum until `clip`, so that calls of any sizes add up without rounding.
+
+        Args:
+            weight: weight of all batches since the last step.
+        """
+        return 1.0
+
+    def clip(self, max_norm: float, mesh: fsdp.TrainMesh, group: dist.ProcessGroup) -> float:
+        """Average the gradients over all ranks, each of which has tokens of its own, and scale them down.
+
+        Args:
+            max_norm: the largest norm allowed.
+            mesh: this rank's place in the mesh.
+            group: all workers of the engine.
+
+        Returns:
+            The norm before clipping.
+        """
+        parameters = self.parameters()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat /= mesh.num_averaged * (1.0 if self.is_sum else self.weight)
+        parts = flat.split([p.numel() for p in parameters])
+        gradients = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        norms = torch._foreach_norm(gradients, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
+        norm = float(torch.stack(norms).double().square().sum().sqrt())
+        if norm > max_norm:
+            torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        return norm
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Add the adapter's products to the outputs of its layers, and freeze the module, inside the block.
+
+        Yields:
+            None.
+        """
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        hooks = []
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            for name, factors in self.factors.items():
+                hook = partial(self._add, factors)
+                hooks.append(self._module.get_submodule(name).register_forward_hook(hook))
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+    def _add(self, factors: Factors, layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        x = args[0]
+        down, up = (factor.to(x.dtype) for factor in factors)
+        return output + self._product(self._product(x, down), up) * self._scale
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def weights(self) -> AdapterWeights:
+        """Return copies of the values on CPU."""
+        copies = {
+            stored: Factors(*(each.detach().cpu().clone() for each in self.factors[name]))
+            for stored, name in self._stored.items()
+        }
+        return AdapterWeights(self.options.rank, self.options.alpha, copies)
+
+    @torch.no_grad()
+    def take(self, given: AdapterWeights, state: Mapping[str, Any] | None) -> None:
+        """Take over the values of an adapter of equal shapes, and the state of its optimizer.
+
+        Accumulated gradients are dropped.
+
+        Args:
+            given: the values.
+            state: state of the optimizer; None begins anew, with the settings so far.
+
+        Raises:
+            CheckpointError: the state belongs to another adapter. Nothing was changed.
+        """
+        before = self._optimizer.state_dict()
+        if state is not None:
+            try:
+                self._optimizer.load_state_dict(dict(state))
+                shapes = [self._optimizer.state[p]["exp_avg"].shape == p.shape for p in self._optimizer.state]
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                self._optimizer.load_state_dict(before)
+                raise CheckpointError(f"the optimizer's state belongs to another adapter: {error}") from error
+            if not all(shapes):
+                self._optimizer.load_state_dict(before)
+                raise CheckpointError("the optimizer's state belongs to another adapter: its tensors have other shapes")
+        else:
+            self._optimizer.state.clear()
+        self.forget()
+        for stored, name in self._stored.items():
+            for own, value in zip(self.factors[name], given.factors[stored], strict=True):
+                own.copy_(value)
+
+    def write(self, path: Path, base: str | None, facts: Mapping[str, Any]) -> None:
+        """Write PEFT's files and the optimizer's state, whole or not at all. Gradients are left out.
+
+        Args:
+            path: the folder to make or replace.
+            base: name or path of the base model, for PEFT.
+            facts: JSON-serialisable facts, sealed with the files.
+
+        Raises:
+            CheckpointError: the files could not be written.
+        """
+        try:
+            folder = staging(path)
+            self.weights().write(folder, base, sorted(endings(self._module, self.factors)))
+            torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
+            seal(folder, facts)
+            publish(folder, path)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save makes either of a full disk
+            raise CheckpointError(f"{path}: could not be written: {why_not_written(error)}") from error
+
+    def move(self, device: torch.device) -> None:
+        """Move the factors, their gradients and the optimizer's state."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device)
+            parameter.grad = None if parameter.grad is None else parameter.grad.to(device)
+        for state in self._optimizer.state.values():
+            state.update({k: v.to(device) for k, v in state.items() if k != "step"})
+
+
+def check_adapter(module: BaseTrainModule, options: Fsdp2Options, adapter: LoraOptions) -> LoraOptions:
+    """Refuse an adapter that cannot be trained beside a module, before a worker makes it.
+
+    Args:
+        module: the module on meta.
+        options: options of the executor.
+        adapter: options of the adapter.
+
+    Returns:
+        The options with the whole names of the layers.
+
+    Raises:
+        ConfigError: the message gives the reason.
+    """
+    has_own = isinstance(module, LoraTrainModule) and module.lora is not None
+    obstacles = {
+        "the module has adapters of its own (actor.lora, add_lora)": has_own,
+        f"tp_size={options.tp_size} divides the layers; build with tp_size=1": options.tp_size > 1,
+        f"compile={options.compile!r} has compiled the layers without adapters; leave it out": bool(options.compile),
+        "router_aux_loss_coef trains the whole module; leave it out": options.router_aux_loss_coef > 0,
+        f"dropout={adapter.dropout} would draw from other adapters' numbers; set it to 0": adapter.dropout > 0,
+        "target_parameters: experts have no adapters by name; leave them out": bool(adapter.target_parameters),
+    }
+    if found := [told for told, is_there in obstacles.items() if is_there]:
+        raise ConfigError(f"adapters by name: {found[0]}")
+    layers, known = target_layers(module, adapter), {name for name, _ in stored_layers(module).values()}
+    if other := [name for name in layers if name not in known]:
+        raise ConfigError(f"adapters by name: {other[0]} is the output embedding, or no plain nn.Linear; leave it out")
+    return adapter.model_copy(update={"target_modules": layers})
+
+
+def read_adapter(module: BaseTrainModule, folder: Path) -> LoraOptions:
+    """Return the form of an adapter in PEFT's format.
+
+    Args:
+        module: the module on meta.
+        folder: folder of the adapter.
+
+    Raises:
+        ConfigError: the adapter belongs to another base model, or is more than factors beside linear layers.
+        CheckpointError: a file cannot be read.
+    """
+    found, layers = AdapterWeights.read(folder), stored_layers(module)
+    check_fit(found, f"the adapter {folder}", {stored: layer.weight.shape for stored, (_, layer) in layers.items()})
+    own = [name for stored, (name, _) in layers.items() if stored in found.factors]
+    return LoraOptions(rank=found.rank, alpha=found.alpha, target_modules=own)
