@@ -15,7 +15,7 @@ import pytest
 
 from rlite.rollout import EnvironmentRaised, GymWorkflow, ScriptedEngine
 from rlite.rollout.contracts import OpenEnv, OpenEnvTools, ToolEnvironmentWorkflow, from_openenv
-from tests.doors.learning import check_learning
+from tests.doors.learning import check_learning, tiny_model
 from tests.doors.programs import FOLDER, make_model, train
 from tests.unit.rollout.contracts.tool_template import TOKENIZER, called, said, text_of
 
@@ -137,4 +137,4 @@ def test_the_example_trains_on_its_server(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path, echo: str) -> None:
     rows, held_out = ([{"seed": seed} for seed in numbers] for numbers in (range(64), range(1000, 1016)))
-    check_learning(tmp_path, f"openenv:{echo}", rows, held_out)
+    check_learning(tmp_path, tiny_model(tmp_path), rows, held_out, env_path=f"openenv:{echo}")

@@ -18,7 +18,7 @@ import pytest
 
 from rlite.rollout import CollectorOptions, RolloutCollector, ScriptedEngine
 from rlite.rollout.contracts import OrsEnvironment, ToolEnvironmentWorkflow
-from tests.doors.learning import check_learning
+from tests.doors.learning import check_learning, tiny_model
 from tests.doors.programs import FOLDER, make_model, train
 from tests.unit.rollout.contracts.tool_template import TEMPLATE, TOKENIZER, called, said, text_of
 
@@ -99,4 +99,4 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path, server: str) -> None:
     rows, held_out = ([{"task": place} for place in numbers] for numbers in (range(3), range(3, 4)))
-    check_learning(tmp_path, f"ors:{server}", rows, held_out, chat_template=TEMPLATE)
+    check_learning(tmp_path, tiny_model(tmp_path, TEMPLATE), rows, held_out, env_path=f"ors:{server}")

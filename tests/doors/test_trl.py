@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doors.learning import check_learning
+from tests.doors.learning import check_learning, tiny_model
 from tests.unit.rollout.contracts import counters
 from tests.unit.rollout.contracts.tool_template import TEMPLATE
 
@@ -21,4 +21,5 @@ def test_held_out_rewards_rise(tmp_path: Path) -> None:
         for numbers in (range(64), range(100, 116))
     )
     config = {"reward_funcs": [f"{FILE}:share_of_e"]}
-    check_learning(tmp_path, f"trl:{FILE}:Silent", rows, held_out, chat_template=TEMPLATE, env_config=config)
+    model = tiny_model(tmp_path, TEMPLATE)
+    check_learning(tmp_path, model, rows, held_out, env_path=f"trl:{FILE}:Silent", env_config=config)

@@ -12,14 +12,25 @@ from typing import Any
 import pytest
 
 from rlite.assembly.quickstart.run import byte_tokenizer
+from rlite.errors import ConfigError
 from rlite.rollout import EnvironmentRaised, EnvironmentTimeout, LLMRequest, ScriptedEngine
 from rlite.rollout.contracts import VerifiersEnvironment, VerifiersWorkflow, contract_workflow
 from rlite.runtime.sandbox.pool import close_shared_pool
-from tests.doors.learning import check_learning
+from tests.doors.learning import check_learning, tiny_model
 from tests.doors.programs import make_model, train
 
 pytest.importorskip("verifiers.v1", reason="make test-doors installs it")
 TASKSET = str(Path(__file__).with_name("words_taskset.py"))
+NO_TASKS = """
+import verifiers.v1 as vf
+
+__all__ = ["Nothing"]
+
+
+class Nothing(vf.Taskset[vf.Task[vf.TaskData]]):
+    def load(self):
+        return iter(())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +94,13 @@ def test_the_command_line_names_a_taskset(tokenizer: Any) -> None:
     assert rows["rewards"].tolist() == [0.25]
 
 
+def test_a_taskset_without_tasks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no_tasks.py").write_text(NO_TASKS)
+    with pytest.raises(ConfigError, match="has no tasks"):
+        contract_workflow(f"verifiers:{tmp_path / 'no_tasks.py'}", timeout=300.0)
+    close_shared_pool()
+
+
 @pytest.mark.skipif(shutil.which("uv") is None, reason="the harness `null` needs uv, and uv a package index")
 def test_the_example_trains(tmp_path: Path) -> None:
     train("verifiers_words", make_model(tmp_path / "model"), tmp_path)
@@ -91,4 +109,5 @@ def test_the_example_trains(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.nightly
 def test_held_out_rewards_rise(tmp_path: Path) -> None:
-    check_learning(tmp_path, f"verifiers:{TASKSET}", [{"task": 0}], [{"task": 1}], env_timeout=600.0)
+    model = tiny_model(tmp_path)
+    check_learning(tmp_path, model, [{"task": 0}], [{"task": 1}], env_path=f"verifiers:{TASKSET}", env_timeout=600.0)

@@ -18,7 +18,7 @@ from rlite.data.prompts import raw_prompts
 from rlite.errors import ConfigError, WorkerError, shortened
 from rlite.nn.pretrained import load_config, load_tokenizer
 from rlite.runtime.replicas.replica import ExecutorOptions
-from rlite.runtime.storage.secrets import read_secret
+from rlite.runtime.storage.secrets import find_secret
 
 KEY_VARIABLE = "RLITE_REMOTE_KEY"
 ADMIN_VARIABLE = "RLITE_ADMIN_TOKEN"
@@ -83,17 +83,11 @@ class RemoteOptions(ExecutorOptions):
 
     def key(self) -> str | None:
         """Return the servers' key, None without one."""
-        return _secret(KEY_VARIABLE, "api_key_file", self.api_key_file)
+        return find_secret(KEY_VARIABLE, self.api_key_file, "api_key_file")
 
     def admin_token(self) -> str | None:
         """Return the administrator's token of the servers, None if they keep their weights."""
-        return self.weights_folder and _secret(ADMIN_VARIABLE, "admin_token_file", self.admin_token_file)
-
-
-def _secret(variable: str, option: str, file: str | None) -> str | None:
-    if (found := os.environ.get(variable)) is not None:
-        return found.strip()
-    return None if file is None else read_secret(Path(file).expanduser(), option)
+        return self.weights_folder and find_secret(ADMIN_VARIABLE, self.admin_token_file, "admin_token_file")
 
 
 @dataclass(frozen=True)

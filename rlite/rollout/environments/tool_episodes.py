@@ -37,6 +37,8 @@ class ToolEpisode(ABC):
         self.names = [schema["function"]["name"] for schema in schemas]
         self.is_done = False
         """a call has ended the episode"""
+        self.rewards = 0.0
+        """sum of the rewards of all calls"""
         self._turn = asyncio.Lock()
 
     async def call(self, call: ToolCall) -> ToolResult:
@@ -60,9 +62,13 @@ class ToolEpisode(ABC):
     async def _call(self, call: ToolCall) -> ToolResult:
         """Return the result of a call of a tool that exists."""
 
-    @abstractmethod
     async def reward(self, **arguments: Any) -> float:
-        """Return the reward at the end; the arguments are those that `ToolUseWorkflow` gives its reward function."""
+        """Return the reward at the end, by default the sum of the rewards of all calls.
+
+        Args:
+            **arguments: those that `ToolUseWorkflow` gives its reward function.
+        """
+        return self.rewards
 
 
 class ToolEnvironment(Protocol):

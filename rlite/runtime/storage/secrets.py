@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlite.errors import ConfigError
@@ -32,3 +33,22 @@ def read_secret(file: Path, option: str) -> str:
             return opened.read(MAX_SECRET).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option}={file}: {error}") from error
+
+
+def find_secret(
+    variable: str, file: str | None, option: str, environment: Mapping[str, str] = os.environ
+) -> str | None:
+    """Return a secret of a variable, or else of a file; None if there is neither.
+
+    Args:
+        variable: name of the variable.
+        file: the file, as for `read_secret`.
+        option: name of the option that names the file.
+        environment: variables of the process.
+
+    Raises:
+        ConfigError: the file cannot be read, or others can read it.
+    """
+    if (found := environment.get(variable)) is not None:
+        return found.strip()
+    return None if file is None else read_secret(Path(file).expanduser(), option)

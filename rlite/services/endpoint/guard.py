@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlite.errors import ConfigError
-from rlite.runtime.storage.secrets import read_secret
+from rlite.runtime.storage.secrets import find_secret, read_secret
 from rlite.services.endpoint.requests import ApiError
 
 TOKEN_VARIABLE = "RLITE_SERVE_TOKEN"
@@ -158,12 +158,11 @@ def find_admin_token(file: str | None, environment: Mapping[str, str], token: st
     Raises:
         ConfigError: the administrator's token is too short or equal to the other, or others can read the file.
     """
-    found, where = environment.get(ADMIN_VARIABLE), ADMIN_VARIABLE
-    if found is None and file is not None:
-        found, where = read_secret(Path(file).expanduser(), "admin_token_file"), f"admin_token_file={file}"
-    if found is not None and _checked(found.strip(), where) == token:
+    found = find_secret(ADMIN_VARIABLE, file, "admin_token_file", environment)
+    where = ADMIN_VARIABLE if ADMIN_VARIABLE in environment else f"admin_token_file={file}"
+    if found is not None and _checked(found, where) == token:
         raise ConfigError(f"{where}: the same token as that of all other requests; expected another")
-    return None if found is None else found.strip()
+    return found
 
 
 def _make_token(file: Path) -> None:

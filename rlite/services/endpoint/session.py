@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,8 +27,8 @@ from rlite.services.endpoint.requests import ApiError, ModelRequest, parse_json,
 from rlite.services.endpoint.text_stream import TextStream
 from rlite.types import AsyncInference, GenerationHyperparameters, LLMRequest, PromptLogprobs, TokenChunk
 
-Whole = Callable[..., dict[str, Any]]
-"""makes the response to a request that does not stream"""
+Serve = Callable[["AgentSession"], contextlib.AbstractAsyncContextManager[Any]]
+"""serves a session inside a block, and gives what an agent needs to use it"""
 MAX_BODY_BYTES = 64 << 20
 """size limit of a request, for every context length"""
 MIN_BODY_BYTES = 8 << 20
@@ -90,6 +90,32 @@ class AgentSession(RecordingOwner):
         """End running generations as aborted turns, and refuse further requests."""
         self._is_closed = True
         await _cancel(self._tasks)
+
+    @contextlib.asynccontextmanager
+    async def used(self, serve: Serve) -> AsyncIterator[Any]:
+        """Let an agent use the session inside the block. What the agent has left running does not count.
+
+        Args:
+            serve: serves the session.
+
+        Yields:
+            What the agent gets.
+
+        Raises:
+            RliteError: the engine's error, of which the agent has only seen a response with a status.
+        """
+        try:
+            async with serve(self) as access:
+                try:
+                    yield access
+                finally:
+                    await self.close()
+        except Exception as error:
+            if self.failure is not None:
+                raise self.failure from error
+            raise
+        if self.failure is not None:
+            raise self.failure
 
     def models(self, name: str | None = None) -> dict[str, Any]:
         """Return the answer to a request for the list of models, or for the entry of one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -18,7 +17,7 @@ from rlite.rollout.tools.formats import ToolCallFormat
 from rlite.rollout.tools.workflow import tool_call_format
 from rlite.rollout.workflow import RolloutWorkflow
 from rlite.services.endpoint.recording import Style, check_style
-from rlite.services.endpoint.session import AgentSession
+from rlite.services.endpoint.session import AgentSession, Serve
 from rlite.types import AsyncInference, GenerationHyperparameters
 
 Interface = Literal["client", "http"]
@@ -101,18 +100,8 @@ class AgentWorkflow(RolloutWorkflow):
             The trajectory; None to drop the episode.
         """
         session = self._session(engine, self.tokenizer, self.gconfig)
-        try:
-            async with self._serve(session) as model:
-                try:
-                    worth = await _running(self.agent(model, data))
-                finally:  # what it has left running does not count
-                    await session.close()
-        except Exception as error:
-            if session.failure is not None:  # the agent has only seen a response with a status
-                raise session.failure from error
-            raise
-        if session.failure is not None:
-            raise session.failure
+        async with session.used(self._serve) as model:
+            worth = await _running(self.agent(model, data))
         return self._trajectory(session, worth)
 
     def _trajectory(self, session: AgentSession, worth: Worth) -> TensorDict | None:
@@ -136,9 +125,6 @@ def _running(answer: Awaitable[Worth]) -> Awaitable[Worth]:
         expected = "expected an async function; synchronous code belongs into asyncio.to_thread"
         raise ConfigError(f"the agent returned {answer!r} and nothing to await: {expected}")
     return answer
-
-
-Serve = Callable[[AgentSession], contextlib.AbstractAsyncContextManager[Any]]
 
 
 def _server(interface: Interface) -> Serve:

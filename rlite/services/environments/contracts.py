@@ -54,8 +54,7 @@ def _verifiers(name: str, config: dict[str, Any], options: dict[str, Any]) -> Ma
     own = {key: config.pop(key) for key in ("timeout", "renderer") if key in config}
     taskset = {"id": name, **config.pop("taskset", {})}
     environment = VerifiersEnvironment({**config, "taskset": taskset}, **own, **options)
-    if environment.check() == 0:
-        raise ConfigError(f"{environment.name} has no tasks")
+    environment.check()
 
     def make(
         gconfig: Any,

@@ -14,7 +14,7 @@ from rlite.errors import ConfigError, DataError
 from rlite.imports import optional
 from rlite.rollout.environments.file import MAX_OBSERVATION, Turn
 from rlite.rollout.environments.gym import GymEpisode
-from rlite.rollout.environments.tool_episodes import ToolEpisode, last_user_message, reward_in, tool_schema
+from rlite.rollout.environments.tool_episodes import ToolEpisode, reward_in, tool_schema
 from rlite.rollout.failures import ENVIRONMENT_ERRORS, EnvironmentInvalid, EnvironmentRaised
 from rlite.rollout.joined import join_histories
 from rlite.rollout.tools.formats import ToolCall
@@ -42,7 +42,7 @@ class OpenEnvSession:
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, timeout: float, name: str) -> None:
-        self._socket, self._timeout, self._name = socket, timeout, name
+        self._socket, self._timeout, self.name = socket, timeout, name
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Return the server's answer: `observation`, `reward` and `done`.
@@ -55,14 +55,14 @@ class OpenEnvSession:
             EnvironmentRaised: the server reports an error, or has left. A late answer is an EnvironmentTimeout.
             EnvironmentInvalid: the answer has another form.
         """
-        async with limited(self._name, self._timeout, ENVIRONMENT_ERRORS):
+        async with limited(self.name, self._timeout, ENVIRONMENT_ERRORS):
             await self._socket.send_json({"type": kind, "data": dict(data)})
             answer = await self._socket.receive_json()
         if answer.get("type") == "error":
-            raise EnvironmentRaised(f"{self._name} answered {str(answer.get('data'))[:2000]}")
+            raise EnvironmentRaised(f"{self.name} answered {str(answer.get('data'))[:2000]}")
         result = answer.get("data")
         if not isinstance(result, dict) or not isinstance(result.get("observation"), dict):
-            raise EnvironmentInvalid(f"{self._name} answered {answer!r:.200}; expected an observation")
+            raise EnvironmentInvalid(f"{self.name} answered {answer!r:.200}; expected an observation")
         return result
 
 
@@ -155,23 +155,19 @@ class OpenEnv:
 
 
 class _OpenEnvToolEpisode(ToolEpisode):
-    def __init__(self, messages: Any, schemas: Any, session: OpenEnvSession, name: str) -> None:
+    def __init__(self, messages: Any, schemas: Any, session: OpenEnvSession) -> None:
         super().__init__(messages, schemas)
-        self._session, self._name, self._rewards = session, name, 0.0
+        self._session = session
 
     async def _call(self, call: ToolCall) -> ToolResult:
         asked = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
         result = await self._session.ask("step", asked)
-        self._rewards += reward_in(result, self._name)
+        self.rewards += reward_in(result, self._session.name)
         self.is_done = result.get("done") is True
         seen = result["observation"]
         if seen.get("error"):
             return ToolResult(f"Error: {seen['error'].get('message', seen['error'])}", is_error=True)
         return ToolResult(result_text(_plain(seen.get("result"))))
-
-    async def reward(self, **arguments: Any) -> float:
-        """Return the sum of the rewards of all calls."""
-        return self._rewards
 
 
 def _plain(result: Any) -> Any:
@@ -186,7 +182,7 @@ def _plain(result: Any) -> Any:
 class OpenEnvTools:
     """Environments of an OpenEnv server whose actions are calls of MCP tools, for `ToolEnvironmentWorkflow`.
 
-    The row's `seed` and `env_options` are the parameters of `reset`. What it says follows the row's prompt.
+    The row's `seed` and `env_options` are the parameters of `reset`. What it says is the prompt of a row that has none.
 
     Args:
         url: address of the server, such as http://localhost:8000.
@@ -214,13 +210,10 @@ class OpenEnvTools:
             first = self._server._turn(await session.ask("reset", {**options, **(data.get("env_options") or {})}))
             listed = await session.ask("step", {"type": "list_tools"})
             schemas = [tool_schema(tool) for tool in listed["observation"].get("tools") or ()]
-            messages = data.get("messages", data.get("prompt"))
+            messages = data.get("messages", data.get("prompt")) or first.observation or ""
             if isinstance(messages, str):
                 messages = [{"role": "user", "content": messages}]
-            if not messages:
-                messages = [{"role": "user", "content": ""}]
-                messages = last_user_message(messages, first.observation or "")
-            yield _OpenEnvToolEpisode(messages, schemas, session, self._server.name)
+            yield _OpenEnvToolEpisode(messages, schemas, session)
 
 
 def from_openenv(trace: Any, reward: float, version: int = 0) -> TensorDict:

@@ -38,7 +38,7 @@ class OrsSession:
     """
 
     def __init__(self, client: aiohttp.ClientSession, base: str, timeout: float, name: str) -> None:
-        self._client, self._base, self._timeout, self._name = client, base, timeout, name
+        self._client, self._base, self._timeout, self.name = client, base, timeout, name
         self.headers: dict[str, str] = {}
 
     async def ask(self, method: str, path: str, body: Any = None, missing: Any = None) -> Any:
@@ -53,7 +53,7 @@ class OrsSession:
         Raises:
             EnvironmentRaised: the server reports an error, or has left. A late answer is an EnvironmentTimeout.
         """
-        async with limited(self._name, self._timeout, ENVIRONMENT_ERRORS):
+        async with limited(self.name, self._timeout, ENVIRONMENT_ERRORS):
             while True:
                 options = {"json": body, "headers": self.headers}
                 async with self._client.request(method, f"{self._base}{path}", **options) as answer:
@@ -65,7 +65,7 @@ class OrsSession:
                     text = await answer.text()
                     break
         if answer.status >= 400:
-            raise EnvironmentRaised(f"{self._name} answered {answer.status} to {path}: {text[:2000]}")
+            raise EnvironmentRaised(f"{self.name} answered {answer.status} to {path}: {text[:2000]}")
         if answer.content_type != "text/event-stream":
             return json.loads(text)
         return self._of_events(text, path)
@@ -83,7 +83,7 @@ class OrsSession:
             if name == "event":
                 event = value
             elif name == "data" and event == "error":
-                raise EnvironmentRaised(f"{self._name} failed in {path}: {value[:2000]}")
+                raise EnvironmentRaised(f"{self.name} failed in {path}: {value[:2000]}")
             elif name == "data" and event in ("chunk", "end"):
                 parts.append(value)
             elif name == "data" and event == "task_id" and path == "/create_session":
@@ -91,7 +91,7 @@ class OrsSession:
         try:
             return json.loads("".join(parts))
         except ValueError as error:
-            raise EnvironmentInvalid(f"{self._name} answered {text!r:.200} to {path}") from error
+            raise EnvironmentInvalid(f"{self.name} answered {text!r:.200} to {path}") from error
 
 
 class OrsEpisode(ToolEpisode):
@@ -103,7 +103,6 @@ class OrsEpisode(ToolEpisode):
         session: the session.
         path: path of the environment.
         scoring: the group's scores; None if the server does not compare episodes.
-        name: of the environment, for messages.
     """
 
     def __init__(
@@ -113,12 +112,10 @@ class OrsEpisode(ToolEpisode):
         session: OrsSession,
         path: str,
         scoring: Gathering | None,
-        name: str,
     ) -> None:
         super().__init__(messages, [tool_schema(tool) for tool in listed["tools"]])
         self._terminal = listed.get("terminal_tool")
-        self._session, self._path, self._scoring, self._name = session, path, scoring, name
-        self._rewards = 0.0
+        self._session, self._path, self._scoring = session, path, scoring
 
     async def _call(self, call: ToolCall) -> ToolResult:
         asked = {"name": call.name, "input": call.arguments}
@@ -127,7 +124,7 @@ class OrsEpisode(ToolEpisode):
             return ToolResult(f"Error: {result.get('error')}", is_error=True)
         output = result["output"]
         self.is_done = output.get("finished") is True
-        self._rewards += reward_in(output, self._name)
+        self.rewards += reward_in(output, self._session.name)
         return ToolResult(result_text(_text(output["blocks"])))
 
     async def reward(self, **arguments: Any) -> float:
@@ -136,9 +133,9 @@ class OrsEpisode(ToolEpisode):
             named = {self._terminal["arg"]: arguments["completions"]} if self._terminal.get("arg") else {}
             await self._call(ToolCall(self._terminal["name"], named))
         if self._scoring is None:
-            return self._rewards
+            return self.rewards
         said = {"messages": _candidate(arguments["conversation"]), "session": self._session}
-        return self._rewards + await self._scoring.result(said)
+        return self.rewards + await self._scoring.result(said)
 
 
 class OrsEnvironment:
@@ -196,7 +193,7 @@ class OrsEnvironment:
                 found = found or [{"role": "user", "blocks": await session.ask("GET", f"{path}/prompt")}]
                 messages = [{"role": each["role"], "content": _text(each["blocks"])} for each in found]
                 scoring = self._scoring if listed.get("supports_score_group") else None
-                yield OrsEpisode(messages, listed, session, path, scoring, self.name)
+                yield OrsEpisode(messages, listed, session, path, scoring)
             finally:
                 await session.ask("POST", "/delete", missing="")
 

@@ -135,7 +135,9 @@ class VerifiersEnvironment:
             EnvironmentFailure: it cannot be loaded.
             ConfigError: it has no tasks.
         """
-        num_tasks, _ = asyncio.run(self._sandboxed(VerifiersFunction(self._config)).ask(_same, method="check"))
+        [num_tasks] = asyncio.run(self._sandboxed(VerifiersFunction(self._config)).ask(_same, method="check"))
+        if num_tasks == 0:
+            raise ConfigError(f"{self.name} has no tasks")
         return num_tasks
 
     async def run(self, folder: str, **arguments: Any) -> VerifiersEpisode:
@@ -207,18 +209,10 @@ class VerifiersWorkflow(RolloutWorkflow):
         options: Any = {"max_length": self.max_length, "is_sampling_fixed": True}
         session = AgentSession(engine, self.tokenizer, self.gconfig, **options)
         folder = getattr(self.tokenizer, "name_or_path", "")
-        try:
-            async with self._endpoint.serving(session) as access:
-                sampling = {"max_tokens": self.gconfig.max_new_tokens, "temperature": self.gconfig.temperature}
-                asked = {"index": index, "model": access.model, "base_url": access.base_url, "key": access.api_key}
-                try:
-                    episode = await self.environment.run(folder, **asked, sampling=sampling)
-                finally:
-                    await session.close()
-        except EnvironmentRaised as error:
-            if session.failure is not None:
-                raise session.failure from error
-            raise
+        sampling = {"max_tokens": self.gconfig.max_new_tokens, "temperature": self.gconfig.temperature}
+        async with session.used(self._endpoint.serving) as access:
+            asked = {"index": index, "model": access.model, "base_url": access.base_url, "key": access.api_key}
+            episode = await self.environment.run(folder, **asked, sampling=sampling)
         return trajectory_of(session, episode.traces)
 
 

@@ -40,12 +40,12 @@ class VerifiersFunction:
             asyncio.run(_warm_up(_client(self.renderer)))
 
     async def __call__(self, method: str, **arguments: Any) -> Any:
-        """Return the number of tasks (None: endless) and the prompt of the first one, or the end of an episode."""
+        """Return the number of tasks in a list (None: endless), or the end of an episode."""
         if (key := repr(self.config)) not in _LOADED:
             _LOADED[key] = LoadedEnvironment(self.config)
         env = _LOADED[key]
         if method == "check":
-            return [env.num_tasks, str(env.task(0).data.prompt or "")]
+            return [env.num_tasks]
         return await env.run(renderer=self.renderer, **arguments)
 
 
