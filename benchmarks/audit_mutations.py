@@ -295,6 +295,8 @@ def main() -> None:
                 if not place or given.only is not None:
                     missed += not place
                     print(f"{kind} {seed}: {told}: {place or 'MISSED'}", flush=True)
+                if sum(counts.values()) % 50 == 0:
+                    print(f"{kind}, up to seed {seed}: {dict(counts)}", flush=True)
             print(f"{kind}: {dict(counts)}", flush=True)
     sys.exit(bool(missed))
 

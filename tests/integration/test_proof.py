@@ -448,6 +448,7 @@ def test_a_forged_chain_switches_no_check_off(grpo: Path, tmp_path: Path) -> Non
     (run / "chain.jsonl").unlink()
     writer = ChainWriter(run, None)
     writer.begin(0, None, {"options": other})
+    writer.begin(4, "state/step-4", {"options": {**facts, "actor": {"lr": "none"}}})
     writer.begin(5, "state/step-5", {"options": facts, "config": hash_file(run / "config.yaml")})
     found = found_in(run)
     assert any("record, step 4" in each and "advantage" in each for each in found), found

@@ -22,7 +22,7 @@ PROMPTS = ("system_prompt", "rubric", "env_config", "chat_template_options")
 """keys whose values may be prompts, which a bundle without data does not have"""
 PLACE = re.compile(r"(file:)?(~|/|[A-Za-z]:[\\/])[^\n]*[\\/]")
 """beginning of an absolute path with a folder in it"""
-NO_STEP = ("imports", "reward", "test_data", "rollout", "trainer")
+UNKEPT = ("imports", "reward", "test_data", "rollout", "trainer")
 """groups whose texts decide nothing about a step that is made again, and may be secrets of any form"""
 REMOVED = "(removed)"
 
@@ -60,7 +60,7 @@ def is_shown(key: str, source: str, value: Any) -> bool:
     if SECRET.search(name) or any(map(_is_secret, re.findall(r"\w+", source))):
         return False
     if isinstance(value, str):
-        return group not in NO_STEP and _without_credentials(value) == value
+        return group not in UNKEPT and _without_credentials(value) == value
     return isinstance(value, bool | int | float | None)
 
 

@@ -87,12 +87,14 @@ class Source:
         self.run = RunOfTrainer.of(_filled(saved, kept[-1][1]) if kept else saved, folder, options.variables)
         """trainer of the run, with its last options"""
         self._runs: list[tuple[int, RunOfTrainer]] = []
-        for number, (step, tree) in enumerate(kept):
+        for step, tree in kept[:-1]:
             try:
-                is_last = number == len(kept) - 1
-                self._runs.append((step, self.run if is_last else RunOfTrainer.of(tree, folder, options.variables)))
+                run = RunOfTrainer.of(tree, folder, options.variables)
+                run.options(folder, options.code, False)  # raises if they cannot be used
+                self._runs.append((step, run))
             except ConfigError as error:
                 self.notes.append(f"the options with which the run went on at step {step} are not known: {error}")
+        self._runs += [(step, self.run) for step, _ in kept[-1:]]
         self.weights = weights = folder if options.weights is None else Path(options.weights).expanduser()
         """folder with the checkpoints"""
         if weights != folder:  # a bundle has no paths of the machine that made it
