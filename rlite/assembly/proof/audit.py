@@ -54,6 +54,7 @@ RESULT = "audit.json"
 """file in the run's folder that the viewer shows"""
 HASHES, ADVANTAGES, LOSSES, OF_ROLLOUTS = "hashes", "advantages", "losses and their metrics", "metrics of rollouts"
 EVALUATIONS, FILES = "metrics of evaluations", "files of the record"
+CHANGED = "its hash is not that of the chain: it was changed"
 READ_BY_ADVANTAGES = ("values", "ref_logprobs", "old_logprobs", "full_old_logprobs")
 
 
@@ -132,16 +133,14 @@ def check_chain(source: Source, report: Report) -> None:
     for _, name, value in chain.files():
         if files.is_inside(folder / name, folder):
             found = hash_file(folder / name)
-            told = "it was removed" if found is None else "its hash is not that of the chain: it was changed"
-            expect(found == value, name, told)
+            expect(found == value, name, "it was removed" if found is None else CHANGED)
         else:
             expect(False, CHAIN, f"it names {name!r}, {files.LEADS_OUT}")
     there = {f"record/{path.name}" for path in (folder / "record").glob("*.parquet")} if chain.has_ended else set()
     for name in sorted(there - {name for _, name, _ in chain.files()}):
         expect(False, name, "the chain does not know this file: it was added")
     begin = chain.begins[-1] if chain.begins else {}
-    is_same = hash_file(folder / CONFIG) == begin.get("config")
-    expect(is_same, CONFIG, "its hash is not that of the chain: it was changed")
+    expect(hash_file(folder / CONFIG) == begin.get("config"), CONFIG, CHANGED)
     if isinstance(kept := begin.get("options"), dict):
         different = differences(dict(flat(json.loads(json.dumps(source.run.saved)))), dict(flat(kept)))
         expect(not different, CONFIG, f"its options are not those of the chain: {some_of(different)}")

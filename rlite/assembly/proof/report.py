@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,18 +43,18 @@ class Report:
     is_exact: bool = False
     """every bit of a step that is made again has to be equal"""
 
-    def expect(self, holds: bool, check: str, place: str, problem: str | Callable[[], str]) -> None:
+    def expect(self, holds: bool, check: str, place: str, problem: str) -> None:
         """Count a check, and note a contradiction if it does not hold.
 
         Args:
             holds: whether it holds.
             check: what is checked, in words.
             place: what stands there.
-            problem: what is wrong, or a function that says it.
+            problem: what is wrong.
         """
         self.checked[check] += 1
         if not holds:
-            self.found.append(Finding(place, problem() if callable(problem) else problem))
+            self.found.append(Finding(place, problem))
 
     @contextmanager
     def checking(self, check: str, place: str) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Report:
             is_exact: every bit has to be equal.
         """
         holds = comparison.is_equal if is_exact else comparison.is_near
-        self.expect(holds, check, place, lambda: f"{comparison.name}: {comparison}")
+        self.expect(holds, check, place, f"{comparison.name}: {comparison}")
 
     def replayed(self, step: int, place: str, comparisons: Iterable[Comparison]) -> None:
         """Take quantities of a step that was made again.
