@@ -73,13 +73,14 @@ def train(
     torchrun, ranks other than 0 serve the run and exit.
 
     Args:
-        algorithm: name of the command: "sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto", "grpo" or "ppo".
+        algorithm: name of the command: "sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto", "grpo", "ppo" or
+            "distill".
         model: folder or hub name of a Hugging Face checkpoint.
         data: rows to train on, or their path.
         test_data: rows to evaluate on, or their path; or several of these by the names of their sets.
-        reward: of "grpo" and "ppo": one reward, a list of rewards, or rewards by name, as a function, a path, a pair
-            with a weight, or a mapping of options, whose `path` may be a function. Functions have the signature of
-            rlite, TRL or verl.
+        reward: of "grpo", "ppo" and "distill": one reward, a list of rewards, or rewards by name, as a function, a
+            path, a pair with a weight, or a mapping of options, whose `path` may be a function. Functions have the
+            signature of rlite, TRL or verl.
         callbacks: callbacks besides those of `trainer.callbacks`.
         **options: options of the command by their keys, `**{"actor.lr": 1e-5}`, or nested, `actor={"lr": 1e-5}`. The
             options in SHORT also have a short name. The reward of a set to evaluate on may hold functions as `reward`

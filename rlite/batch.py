@@ -54,6 +54,16 @@ _TABLE = (
     Key("sampler_row", "[N]", "int64", "workflow", "sampler", "Number of the row's prompt in the training data."),
     Key("group_ids", "[N]", "int64", "collector", "advantages, metrics", "Number of the row's group."),
     Key("ref_logprobs", "[N, L]", "float32", "reference", "losses, advantages", "Log-probability by the reference."),
+    Key("teacher", "[N, L]", "int16", "teacher", "losses", "Teacher that judges the following token; -1 is none."),
+    Key(
+        "teacher_hidden", "[N, L, H]", "as computed", "teacher", "student's head", "Last hidden states of the teacher."
+    ),
+    Key("teacher_logprobs", "[N, L] or [N, L, K]", "float32", "teacher", "losses", "Log-probabilities by the teacher."),
+    Key(
+        "teacher_ids", "[N, L, K]", "int32", "teacher", "losses", "Ids whose `teacher_logprobs` are there; -1 is none."
+    ),
+    Key("teacher_view", "[N, L]", "int32", "teacher", "packing", "Number of the context that the teacher was shown."),
+    Key("row_key", "[N]", "int64", "trainer", "teacher", "Hash of the row of the training data, for its context."),
     Key("values", "[N, L]", "float32", "critic", "advantages, value loss", "Value of the state before the token."),
     Key("old_logprobs", "[N, L]", "float32", "trainer", "losses, advantages", "Log-probability before the update."),
     Key("full_old_logprobs", "[N, L]", "float32", "trainer", "advantages", "`old_logprobs` over the vocabulary."),

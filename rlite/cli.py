@@ -14,6 +14,7 @@ Train from rows (data.path=rows.jsonl)
 Train from rewards (train_data.path=prompts.jsonl)
   ppo                           Dr. GRPO by default, PPO with a critic, and their relatives
   grpo                          GRPO: ppo with other defaults
+  distill                       on-policy distillation: ppo with a teacher in place of rewards, or beside them
 
 Look at runs
   view RUN [RUN2 ...]           rollouts, curves and lost work in the browser; --export FILE.html writes one file

@@ -42,9 +42,12 @@ def check_named_files(options: Options) -> None:
         ConfigError: a model, a table or a function does not exist.
         ImportFailed: a Python file does not exist, or the file of a reward raised an exception.
     """
-    for key, value in flat(options.model_dump()):
+    values = list(flat(options.model_dump()))
+    served = {key.rpartition(".")[0] for key, value in values if key.endswith(".url") and value}
+    for key, value in values:
         *groups, name = key.split(".")
-        if not isinstance(value, str) or "env_config" in groups:
+        is_on_server = name == "model_name" and ".".join(groups) in served
+        if not isinstance(value, str) or "env_config" in groups or is_on_server:
             continue
         if (
             name in OF_MODELS
@@ -55,8 +58,8 @@ def check_named_files(options: Options) -> None:
         elif name == "env_path":
             if contract_of(value)[0] in ("", "trl"):
                 check_file(code_file(value), f"{key}={value}")
-        elif name == "map":
-            find_function(value, f"{key}={value}")
+        elif name == "map" or (name == "context" and "teacher" in groups):
+            find_function(value, f"{'.'.join(filter(None, [*groups, name]))}={value}")
         elif name == "chat_template_path":
             check_file(value, f"{key}={value}")
         elif name == "path" and "reward" in groups:

@@ -71,7 +71,7 @@ class BatchPlan:
             "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
             "data": "; ".join(filter(None, (form, f"{len(rows)} items" if rows.stream is None else str(rows.stream)))),
             **data_plan(data),
-            "reward": reward_plan(options.reward, rollout, workflow),
+            "reward": self._reward(),
             "step": f"{data.prompts_per_rollout} prompts x {options.responses_per_prompt} responses = {sequences} "
             f"sequences, at most {sampling.max_new_tokens} new tokens in each of {counted(rollout.max_turns, 'turn')}, "
             f"with at most {context.host_gib(sequences, context.length):.2g} GiB of host memory",
@@ -101,6 +101,12 @@ class BatchPlan:
             plan["greedy"] = "training takes the most likely tokens and explores nothing"
         return plan
 
+    def _reward(self) -> str:
+        options = self.options
+        if options.distill.is_without_rewards and not options.sources_of_rewards:
+            return "none, a teacher judges"
+        return reward_plan(options.reward, options.rollout, self.workflow)
+
     def _critic(self) -> dict[str, str]:
         if (engine := self.engines.critic) is None:
             return {}
@@ -123,6 +129,8 @@ class BatchPlan:
     def _advantages(self) -> str:
         """Return how rewards become advantages, in words."""
         options = self.options
+        if options.distill.is_without_rewards:
+            return "of teachers alone"
         adv, kl = options.adv, options.kl
         mean = "batch" if adv.global_norm or options.responses_per_prompt == 1 else "group"
         deviation = f"divided by the {mean}'s deviation (GRPO)" if adv.norm_var else "not divided (Dr. GRPO)"

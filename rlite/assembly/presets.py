@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rlite.config import FinitePositive, Rate, quick_checks
+from rlite.errors import ConfigError
 from rlite.trainer.options import TrainerOptions
-from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig
+from rlite.trainer.rl.distillation_options import DistillationOptions
+from rlite.trainer.rl.options import ActorOptions, AdvantageOptions, KlOptions, PpoConfig, PromptOptions
 from rlite.trainer.supervised_options import DpoActorOptions, DpoConfig, EpochOptions, PreferenceLossOptions
 from rlite.types import Aggregation
 
@@ -91,3 +93,32 @@ class GrpoConfig(PpoConfig):
     kl: KlOptions = KlOptions(type="loss", loss_estimator="k3")
     adv: AdvantageOptions = AdvantageOptions(norm_var=True)
     trainer: TrainerOptions = TrainerOptions(save_dir="runs/grpo")
+
+
+class DistillConfig(PpoConfig):
+    """Options of `rlite distill`: on-policy distillation, by default without rewards."""
+
+    preset_of: ClassVar[str] = "ppo"
+    help_example: ClassVar[str] = (
+        "actor.model_name=Qwen/Qwen3-0.6B distill.teacher.model_name=Qwen/Qwen3-8B train_data.path=prompts.jsonl"
+    )
+    help_first: ClassVar[tuple[str, ...]] = (
+        *("train_data.path", "test_data.path", "distill.teacher", "distill.direction", "distill.support"),
+        *("distill.task_rewards", "train_data.prompts_per_rollout", "train_data.responses_per_prompt"),
+        *("rollout.train_sampling_params.max_new_tokens", "actor.lr", "actor.lora", "trainer.total_steps"),
+        *("trainer.save_dir", "launcher", "num_devices"),
+    )
+
+    distill: DistillationOptions = DistillationOptions(task_rewards=False)
+    train_data: PromptOptions = PromptOptions(responses_per_prompt=1)
+    trainer: TrainerOptions = TrainerOptions(save_dir="runs/distill")
+
+    def check_complete(self) -> None:
+        """Check that the options name a teacher, and prompts.
+
+        Raises:
+            ConfigError: one of them is missing.
+        """
+        if not self.distill.teacher:
+            raise ConfigError("missing: distill.teacher.model_name=CHECKPOINT; run with --help to see every option")
+        super().check_complete()

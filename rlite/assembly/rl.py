@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from tensordict import TensorDict
 
 from rlite.algorithms import is_selective
+from rlite.assembly.distillation import Distillation, loss_class, taught
 from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import LearningFacts, RunRecord, TemplateFile, run_observers
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 Table = Sequence[Mapping[str, Any]]
 SHOWN = (
     *("reward", "score", "loss", "response_length", "seconds", "tokens_per_second"),
-    *("kl", "entropy", "grad_norm", "truncated", "logprob_drift"),
+    *("kl", "divergence", "entropy", "grad_norm", "truncated", "logprob_drift"),
 )
 """metrics of every step for the console, the most important first"""
 
@@ -102,6 +103,8 @@ class Parts:
         self.data = train_rows if isinstance(train_rows, Rows) else Rows(train_rows)
         num_prompts = options.train_data.prompts_per_rollout
         sampler = options.train_data.sampler.make()
+        self.distillation = Distillation(options, workflow, self.data) if options.distill.teacher else None
+        """the teachers; None without one"""
         self.run = TrainingRun(options, trainer.total_steps, callbacks=[*callbacks, *sampler])
         uniform = prompt_stream(train_rows, num_prompts, trainer.seed, self.data.mixture)
         watching = [*self.run.callbacks.by_name.values()]
@@ -112,8 +115,11 @@ class Parts:
         )
         self.device_plan = DevicePlan(options, self.context.length, self.rewards)
         self.engines = engines = self.device_plan.engines
-        self.rollouts = maker.rollouts(engines, workflow, self.prompts, self.device_plan.routing)
+        made = workflow if self.distillation is None else self.distillation.keyed(workflow)
+        self.rollouts = maker.rollouts(engines, made, self.prompts, self.device_plan.routing)
         self.logprobs = maker.logprobs(engines, self.device_plan.routing)
+        if self.distillation is not None:
+            self.logprobs = self.distillation.passes(self.logprobs, self.run)
         self.critic = maker.critic(engines)
         self.advantages = maker.advantages(workflow)
         """batch, weight of the KL -> batch with advantages"""
@@ -144,7 +150,7 @@ class PartsMaker:
     def policy_loss(self) -> PolicyLoss:
         """Return the loss of the policy."""
         options, actor = self.options, self.options.actor
-        return PolicyLoss(
+        return loss_class(options.distill)(
             policy_loss=actor.policy_loss.name,
             options=actor.policy_loss.options,
             clip_low=actor.clip,
@@ -176,8 +182,8 @@ class PartsMaker:
             "estimator": outcome_estimator(options.adv),
         }
         if options.adv.credit == EPISODE and workflow.num_seats == 1:
-            return partial(compute_advantages, **given)
-        return partial(credited_advantages, num_seats=workflow.num_seats, **given)
+            return taught(partial(compute_advantages, **given), options.distill)
+        return taught(partial(credited_advantages, num_seats=workflow.num_seats, **given), options.distill)
 
     def logprobs(self, engines: Engines, routing: RoutingReplay) -> LogprobPasses:
         """Return the forward passes beside the update."""
@@ -235,7 +241,8 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     usage = UsageReport(parts.engines.actor, repeated, options.actor.freeze_steps)
     equal_rewards = options.equal_rewards
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
-    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach)
+    learns_rewards = not options.distill.is_without_rewards
+    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach, learns_rewards)
     template = TemplateFile(options.train_data.chat_template_path)
     probe = [SyncProbe(rollout, every)] if (every := options.rollout.verify_sync) else []
     own += [alarms, *probe, LearningFacts(equal_rewards), template, HashChain(trainer.name, parts.run)]
@@ -245,7 +252,8 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
 def make_plan(parts: Parts, workflow: RolloutWorkflow) -> dict[str, str]:
     """Return how a step's work is divided, as text by topic."""
     plan = BatchPlan(parts.options, parts.engines, workflow, parts.context, parts.data, parts.evaluations.sets)
-    return plan.topics() | parts.device_plan.routing.topic() | parts.rewards.topic()
+    teachers = {} if parts.distillation is None else parts.distillation.topic()
+    return plan.topics() | parts.device_plan.routing.topic() | parts.rewards.topic() | teachers
 
 
 def read_prompts(

@@ -31,5 +31,6 @@ TRAINERS: Mapping[str, TrainerEntry] = {
     "cpo": TrainerEntry("rlite.trainer.cpo", "CpoTrainer", f"{_PRESETS}:CpoConfig"),
     "kto": TrainerEntry("rlite.trainer.kto", "KtoTrainer", "rlite.trainer.supervised_options:KtoConfig"),
     "ppo": TrainerEntry("rlite.trainer.ppo", "PpoTrainer", "rlite.trainer.rl.options:PpoConfig"),
+    "distill": TrainerEntry("rlite.trainer.distill", "DistillTrainer", f"{_PRESETS}:DistillConfig"),
     "grpo": TrainerEntry("rlite.trainer.grpo", "GrpoTrainer", f"{_PRESETS}:GrpoConfig"),
 }

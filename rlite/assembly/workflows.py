@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from rlite.assembly.distillation import unrewarded
 from rlite.data.chat.ends import EscapingTokenizer
 from rlite.data.chat.template import check_template_options, with_template
 from rlite.data.rows import check_prompts, stream_of
@@ -182,8 +183,9 @@ class RunWorkflows:
             make = _of_rewards(rewards, tables)
         elif name is not None:
             make = WORKFLOWS[name]
+        elif rollout.env_path is None:
+            make = unrewarded()
         else:
-            assert rollout.env_path is not None
             make = contract_workflow(rollout.env_path, rollout.env_config, **rollout.process_options)
             make = partial(make, max_turns=rollout.max_turns, max_length=self.context_limit)
         tokenizer: Any = load_tokenizer(options.actor.model_name)

@@ -114,7 +114,7 @@ def test_help_and_schema_offer_the_same_estimators_of_a_kl_loss(monkeypatch, cap
         (["schema", "pop"], "expected one command; did you mean 'ppo'?"),
         (
             ["schema"],
-            "schema: expected one command; known: audit, cpo, doctor, dpo, env, eval, generate, grpo, kto, launch",
+            "schema: expected one command; known: audit, cpo, distill, doctor, dpo, env, eval, generate, grpo, kto",
         ),
         (["schema", "sft", "ppo"], "expected one command"),
     ],
@@ -144,6 +144,7 @@ def test_missing_data_and_rewards_are_reported_before_torch_is_loaded(monkeypatc
 
 ROWS, PAIRS = ["actor.model_name=m", "data.path=rows.jsonl"], ["actor.model_name=m", "data.path=pairs.jsonl"]
 ROLLOUTS = ["actor.model_name=m", "train_data.path=prompts.jsonl", "reward.path=my.py:f"]
+TAUGHT = "actor.model_name=m", "train_data.path=rows.jsonl", "distill.teacher.model_name=m"
 WRONG = [
     ("simulate", "runs/grpo", "lengths=two"),
     ("replay", "runs/grpo", "--step", "0"),
@@ -167,6 +168,9 @@ WRONG = [
     ("grpo", *ROLLOUTS, "actor.policy_loss.name=gspoo"),
     ("grpo", *ROLLOUTS, "actor.policy_loss.name=cispo", "actor.policy_loss.options.clip_hihg=1"),
     ("grpo", *ROLLOUTS, "actor.policy_loss.name=dppo", "actor.policy_loss.options.metric=tvv"),
+    ("distill", "actor.model_name=m", "train_data.path=rows.jsonl"),
+    ("distill", *TAUGHT, "distill.use_as=advantage"),
+    ("distill", *TAUGHT, "distill.teacher.url=http://127.0.0.1:9"),
     ("eval", "m", "data=rows.jsonl", "reward=my.py:f", "temperature=hot"),
     ("generate", "m", "hello", "temperature=-1"),
     ("serve", "m", "port=70000"),

@@ -249,6 +249,9 @@ class RlAudit:
         if kl.adaptive_target is not None and kl.type in ("reward", "advantage"):
             self._report.note("kl.adaptive_target: the weight of the KL is not known, so advantages are not computed")
             return
+        if maker.options.has_teacher_advantages:
+            self._report.note("distill.use_as=advantage: advantages of a teacher are compared by replay alone")
+            return
         workflow = RecordedWorkflow(maker.options.rollout.train_sampling_params.gconfig(), batch.given)
         known = {key: value for key, value in batch.made.items() if key in READ_BY_ADVANTAGES}
         again = maker.advantages(workflow)(with_keys(batch.given, **known), kl_coef=kl.coef)
@@ -261,8 +264,8 @@ class RlAudit:
         logprobs = made.get("trained_logprobs", made["trainer_logprobs"])
         is_unknown = bool(made["entropy"].isnan().any() or logprobs.isnan().any())
         is_one = own.actor.update_per_rollout == 1 and step > own.actor.freeze_steps
-        if not is_one or is_unknown or is_selective(loss.configured):
-            self._report.note("losses of several updates, or of a loss that selects tokens, are replayed alone")
+        if not is_one or is_unknown or is_selective(loss.configured) or own.distill.teacher:
+            self._report.note("losses of several updates, of teachers or that select tokens are replayed alone")
             return
         if loss.kl_coef and ("kept_counts" in batch.given or own.kl.adaptive_target is not None):
             self._report.note("losses with a KL over more than the kept ids, or an adaptive weight, are replayed alone")

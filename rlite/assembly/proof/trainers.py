@@ -31,6 +31,7 @@ from rlite.runtime.storage.atomic import FACTS
 from rlite.runtime.storage.sharded import naming
 from rlite.trainer.model.options import frozen_build_options
 from rlite.trainer.options import LaunchOptions, TableOptions
+from rlite.trainer.rl.device_plan import models_beside
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.rollouts import Generated
 from rlite.trainer.run.training_run import step_metrics
@@ -154,7 +155,9 @@ class RunOfTrainer:
             tree |= ONE_DEVICE
             for group in [group for group in ("actor", "critic", "ref_actor") if isinstance(tree.get(group), dict)]:
                 tree[group] = {**tree[group], **{name: 1 for name in ALONE if tree[group].get(name)}}
-        return self._load({**tree, "trainer": trainer}, code)
+        options = self._load({**tree, "trainer": trainer}, code)
+        check_teachers(options)
+        return options
 
     def original_options(self, code: str) -> Any:
         """Return the options of the run as they were, with rewards whose functions are all in the user's file.
@@ -215,6 +218,21 @@ def check_rows(data: TableOptions, key: str, code: str | None) -> None:
     for source in data.sources(key).values():
         if source.map is not None:
             check_named(f"{source.key}.map={source.map}", source.map, code)
+
+
+def check_teachers(options: Any) -> None:
+    """Check that the teachers of a run ask no server, run no function, and need neither rows nor earlier weights.
+
+    Args:
+        options: the run's options.
+
+    Raises:
+        ConfigError: they do.
+    """
+    own = options.distill.teacher.values() if isinstance(options, PpoConfig) else ()
+    if any(not each.has_engine or each.context is not None for each in own) or len(own) > 1:
+        told = "a teacher on a server, with a context, with the student's weights, or one of several"
+        raise ConfigError(f"distill: {told} cannot be asked again")
 
 
 RECORDED = "recorded"
@@ -315,11 +333,10 @@ class RecordedSteps:
         options, engines, session = self.trainer.options, self.trainer.engines, rlite.current_session()
         world, seed = len(session.devices), options.trainer.seed
         engines.actor.build(**options.actor.build_options(world, seed))
-        for engine, others in ((engines.critic, options.critic), (engines.reference, options.ref_actor)):
-            if engine is not None:
-                own = others.as_model(options.actor).build_options(world, seed)
-                own = frozen_build_options(own, session.device) if engine is engines.reference else own
-                engine.build(**own, colocate_with=engines.actor)
+        for engine, others in models_beside(options, engines):
+            own = others.as_model(options.actor).build_options(world, seed)
+            own = own if engine in engines.trained else frozen_build_options(own, session.device)
+            engine.build(**own, colocate_with=engines.actor)
         engines.takes_turns = dict.fromkeys([engines.rollout, *engines.workers], False)
 
     def load(self, checkpoint: Path) -> int:

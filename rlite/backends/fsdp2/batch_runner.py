@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlite.algorithms.divergence import OnDivergence, OnHidden
 from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
 from rlite.algorithms.reduce import WITHOUT_GRADIENT, Loss, LossSums, PerToken, Weight, call_loss, weigh
 from rlite.backends.fsdp2.learners import Adapter, Learner, WholeModule
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models.routing import NO_ROUTING, NONFINITE
+from rlite.backends.models.teachers import of_taught
 from rlite.data.packs import BatchShare, Pack, lazy_pack, pair_rows
 from rlite.data.routing import ROUTED
 from rlite.errors import ConfigError, did_you_mean
@@ -250,6 +252,8 @@ class BatchRunner:
             if function.records_routing:
                 data[ROUTED] = None
             positions = function.positions(data.on_host())  # to count the device's would wait for it
+            if isinstance(function, OnDivergence | OnHidden):
+                return of_taught(self.module, function, data, positions)
             return self.module.compute_logprobs(data, function.temperature, positions)
         return self.module.compute_logits(data)
 

@@ -8,7 +8,7 @@ tokens; nothing is added up in a narrow dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -37,6 +37,8 @@ _GPU_BLOCK, _GPU_KEPT = 1 << 26, 1 << 27
 _NARROWEST = 256
 # kernels hold no block in float32, so that a block may be wide: 512 MiB for 16,384 tokens in bfloat16
 _FUSED_BLOCK = 1 << 14
+Compare = Callable[[nn.Linear, Tensor, Tensor | None], Tensor]
+"""(head, hidden states [rows, width], their places among the tokens or None for all) -> values [rows]"""
 
 
 def linear_logprobs(
@@ -108,33 +110,34 @@ def linear_logprobs(
     return TokenLogprobs(*(values.view(labels.shape) for values in results))
 
 
-class EntropyGate:
-    """Lets the gradient of entropies through if a loss has differentiated them.
+class ColumnGate:
+    """Lets the gradients of those columns through that a loss has differentiated.
 
-    Models expect one tensor of their head, so that the gradient of its answer has a column of zeros for entropies that
-    no loss reads. Their terms are most of the work of the backward pass, and to compare a column with 0 would make a
-    GPU wait.
+    Models expect one tensor of their head, so that the gradient of its answer has a column of zeros for values that no
+    loss reads. Their terms are most of the work of the backward pass, and to compare a column with 0 would make a GPU
+    wait.
     """
 
-    is_open = True
-    """false in a backward pass that did not reach the entropies"""
+    reached: Sequence[bool] = ()
+    """for each column, whether the backward pass has reached it; () if none has run"""
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, entropies: Tensor, gate: EntropyGate) -> Tensor:
-        ctx.gate = gate
-        return entropies.view_as(entropies)
+    def forward(ctx: Any, column: Tensor, gate: ColumnGate, number: int) -> Tensor:
+        ctx.gate, ctx.number = gate, number
+        return column.view_as(column)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return grad if ctx.gate.is_open else None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        is_open = not ctx.gate.reached or ctx.gate.reached[ctx.number]
+        return grad if is_open else None, None, None
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, gate: EntropyGate) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, values: Tensor, gate: ColumnGate) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
         return tuple(column.contiguous() for column in values.unbind(-1))
@@ -142,7 +145,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
-        ctx.gate.is_open = grads[1] is not None
+        ctx.gate.reached = [grad is not None for grad in grads]
         some = next(grad for grad in grads if grad is not None)
         return torch.stack([torch.zeros_like(some) if grad is None else grad for grad in grads], dim=-1), None
 
@@ -152,7 +155,7 @@ class HeadAnswer(NamedTuple):
 
     values: Float[Tensor, "batch tokens kinds"]
     version: int
-    gate: EntropyGate
+    gate: ColumnGate
 
     def columns(self, output: Float[Tensor, "tokens kinds"]) -> tuple[Float[Tensor, " tokens"], ...]:
         """Return the columns of `output`, which is these values, or these values of other tokens too."""
@@ -180,10 +183,11 @@ def logprobs_of(
     kept_ids: KeptIds | None = None,
     is_deterministic: bool = False,
     kernels: ModuleType | None = None,
+    compare: Compare | None = None,
 ) -> Iterator[list[HeadAnswer]]:
     """Make `head` return log-probabilities and entropies [1, T, 2] instead of logits inside the block.
 
-    With `kept_ids` it returns [1, T, 3], with log-probabilities in the whole vocabulary last.
+    With `kept_ids` log-probabilities in the whole vocabulary follow, and with `compare` its values.
 
     Args:
         head: the output embedding.
@@ -194,6 +198,7 @@ def logprobs_of(
         kept_ids: token ids among which the labels were drawn; see `linear_logprobs`.
         is_deterministic: see `linear_logprobs`.
         kernels: see `linear_logprobs`.
+        compare: one more function of the hidden states.
 
     Yields:
         A list to which every call of `head` adds its answer.
@@ -210,12 +215,12 @@ def logprobs_of(
         if index is not None:
             rows, wanted = rows.index_select(0, index), labels.index_select(0, index)
         options: dict[str, Any] = {"replay": kept_ids, "is_deterministic": is_deterministic, "kernels": kernels}
-        found = linear_logprobs(rows, labels=wanted, temperature=temperature, **options, **_local_part(head))
-        gate = EntropyGate()
-        values = torch.stack(
-            [found.logprobs, _Gated.apply(found.entropy, gate), *([] if kept_ids is None else [found.full_logprobs])],
-            dim=-1,
-        )
+        found = linear_logprobs(rows, labels=wanted, temperature=temperature, **options, **local_part(head))
+        columns = [*found, *([] if kept_ids is None else [found.full_logprobs])]
+        if compare is not None:
+            columns.append(compare(head, rows, index).to(found.logprobs.dtype))
+        gate = ColumnGate()
+        values = torch.stack([_Gated.apply(column, gate, number) for number, column in enumerate(columns)], dim=-1)
         if index is not None:
             values = values.new_zeros(len(labels), values.shape[-1]).index_copy(0, index, values)
         # FSDP warns of a plain view
@@ -223,16 +228,45 @@ def logprobs_of(
         answers.append(HeadAnswer(values, values._version, gate))
         return values
 
+    with answering(head, forward):
+        yield answers
+
+
+@contextmanager
+def answering(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let `head` compute another function of the hidden states inside of the block.
+
+    Yields:
+        None.
+    """
     own = {name: value for name, value in vars(head).items() if name == "forward"}  # a faster one may have been set
     vars(head)["forward"] = forward
     try:
-        yield answers
+        yield
     finally:
         del vars(head)["forward"]
         vars(head).update(own)
 
 
-def _local_part(head: nn.Linear) -> dict[str, Any]:
+@contextmanager
+def passed_through(head: nn.Linear) -> Iterator[list[tuple[HeadAnswer, torch.dtype]]]:
+    """Make `head` return its input, the last hidden states, inside of the block, in float32 as models cast logits to.
+
+    Yields:
+        A list to which every call of `head` adds its answer, and the dtype of the hidden states.
+    """
+    answers: list[tuple[HeadAnswer, torch.dtype]] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        values = hidden.to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
+        answers.append((HeadAnswer(values, values._version, ColumnGate()), hidden.dtype))
+        return values
+
+    with answering(head, forward):
+        yield answers
+
+
+def local_part(head: nn.Linear) -> dict[str, Any]:
     """Return this rank's rows of the weight and bias of `head`, and which rows if ranks hold different ones."""
     if not isinstance(head.weight, DTensor):
         return {"weight": head.weight, "bias": head.bias}
@@ -321,6 +355,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, grad_full_logprobs: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
+        if grad_logprobs is None and grad_entropies is None and grad_full_logprobs is None:
+            return (None,) * 6
         hidden, weight, bias, labels, log_sums, entropies, *kept = ctx.saved_tensors
         blocks, restricted = ctx.blocks, ctx.restricted
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]

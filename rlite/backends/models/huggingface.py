@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.modeling_utils import _CAN_RECORD_REGISTRY
 
+from rlite.algorithms.divergence import Divergence, TaughtLogprobs
 from rlite.algorithms.kept_ids import KeptIds
 from rlite.algorithms.logprobs import TokenLogprobs, next_token
 from rlite.backends.models import experts
@@ -34,7 +35,7 @@ from rlite.backends.models.architecture import check_architecture, check_gpu_ker
 from rlite.backends.models.attention import PACKED, PackedLayout, attention, causal_attention
 from rlite.backends.models.batch_invariant import causal_attention_in_blocks, make_invariant, obstacle
 from rlite.backends.models.experts import divided_apart, experts_of
-from rlite.backends.models.head_logprobs import logprobs_of
+from rlite.backends.models.head_logprobs import logprobs_of, passed_through
 from rlite.backends.models.mixers import (
     Documents,
     Mixer,
@@ -46,6 +47,7 @@ from rlite.backends.models.mixers import (
 )
 from rlite.backends.models.replay import Replay, replay_refusal, routing_shape
 from rlite.backends.models.routing import Routing, check_balance
+from rlite.backends.models.teachers import TaughtModule, compare
 from rlite.data.routing import ROUTED, RoutingShape
 from rlite.engine.user_module import own_methods
 from rlite.errors import ConfigError
@@ -108,7 +110,7 @@ def _rates(config: PretrainedConfig, path: tuple[str, ...] = ()) -> Iterator[tup
             yield (*path, name), value
 
 
-class HuggingFaceFsdp2TrainModule(BaseTrainModule):
+class HuggingFaceFsdp2TrainModule(TaughtModule):
     """Base class of Hugging Face causal models: `class Mine(HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM)`.
 
     Inside `accelerate.init_empty_weights()` or `torch.device("meta")`, `from_pretrained` reads only the config and
@@ -424,8 +426,33 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             return nullcontext()
         return self.routing.tokens(share.own_counts(ids))
 
+    def compute_hidden(self, data: Mapping[str, Any]) -> Tensor:
+        """Compute the last hidden states [T, H] of a pack, which the output embedding reads.
+
+        Returns:
+            The hidden states.
+
+        Raises:
+            ConfigError: the model has no linear output embedding, or changes logits after it.
+        """
+        head, share = self.get_output_embeddings(), self._share(data)  # type: ignore[operator]
+        if isinstance(head, nn.Linear):
+            with passed_through(head) as answers:
+                output = self._unexpanded_logits(data, share)
+            if len(answers) == 1 and answers[0][0].is_what_became(output, share):
+                return share.expand(output).to(answers[0][1])
+        raise ConfigError(self._without_divergence())
+
+    def _without_divergence(self) -> str:
+        told = f"{type(self).__name__} does not compute logits by a linear output embedding alone"
+        return f"{told}, so only distill.support=sampled can compare it with a teacher"
+
     def compute_logprobs(
-        self, data: Mapping[str, Any], temperature: float = 1.0, positions: Tensor | None = None
+        self,
+        data: Mapping[str, Any],
+        temperature: float = 1.0,
+        positions: Tensor | None = None,
+        divergence: Divergence | None = None,
     ) -> TokenLogprobs:
         """Compute log-probabilities as the base class does, without logits of the whole pack if the model allows it.
 
@@ -438,26 +465,38 @@ class HuggingFaceFsdp2TrainModule(BaseTrainModule):
             data: the pack, as for `compute_logits`.
             temperature: divides the logits.
             positions: bool [T]; values where it is False are not needed and may be 0. None needs all.
+            divergence: also compute this divergence from the teacher, whose columns the pack has. None computes none.
 
         Returns:
             Log-probabilities and entropies.
+
+        Raises:
+            ConfigError: a divergence is asked for, and the logits are not those of a linear output embedding alone.
         """
         head, share = self.get_output_embeddings(), self._share(data)  # type: ignore[operator]
         labels = next_token(data["input_ids"], data["cu_seqlens"])
         kept = KeptIds.of_pack(data) if "kept_ids" in data else None
         if self._changes_logits or not isinstance(head, nn.Linear):
+            if divergence is not None:
+                raise ConfigError(self._without_divergence())
             return self._logprobs_of_logits(data, share, labels, temperature, kept)
         own_kept = kept if kept is None or share.is_whole else kept.select(share.own_positions())
         if positions is not None and share.group is not None:
             positions = positions.to(labels.device)
         wanted = None if positions is None else share.take_any(positions)
-        how = own_kept, self.is_deterministic, self.head_kernels
+        compared = None
+        if divergence is not None:
+            compared = partial(compare, self.teacher_heads, divergence, temperature, data, share.take)
+        how = own_kept, self.is_deterministic, self.head_kernels, compared
         with logprobs_of(head, share.take(labels), temperature, wanted, *how) as answers:
             output = self._unexpanded_logits(data, share)
         if len(answers) != 1 or not answers[0].is_what_became(output, share):
             self._changes_logits = True
-            return self._logprobs_of_logits(data, share, labels, temperature, kept)
-        return TokenLogprobs(*answers[0].columns(share.expand(output)))
+            return self.compute_logprobs(data, temperature, positions, divergence)
+        columns = answers[0].columns(share.expand(output))
+        if divergence is None:
+            return TokenLogprobs(*columns)
+        return TaughtLogprobs.of(TokenLogprobs(*columns[:-1]), columns[-1])
 
     def _logprobs_of_logits(
         self, data: Mapping[str, Any], share: ContextShare, labels: Tensor, temperature: float, kept: KeptIds | None

@@ -34,7 +34,7 @@ MIN_SHARE = 8
 """two rows share nothing if it would be less than this part (an eighth) of the shorter one"""
 MIN_SAVED = 32
 """a batch is computed whole if sharing would save less than this part of its tokens"""
-ALIKE = ("input_ids", "kept_counts", "routed_experts")
+ALIKE = ("input_ids", "kept_counts", "routed_experts", "teacher", "teacher_view")
 """keys per token that change what a model computes"""
 READ = (*ALIKE, "versions", "kept_ids")
 """keys by which prefixes are found"""

@@ -29,10 +29,17 @@ class Alarms(Observer):
         engine: its collector knows what was lost.
         is_ahead: rollouts run ahead of training.
         can_equal_rewards_teach: a group of equal rewards may teach something.
+        learns_rewards: rewards teach at all.
     """
 
-    def __init__(self, engine: RliteInferenceEngine, is_ahead: bool, can_equal_rewards_teach: bool) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: RliteInferenceEngine,
+        is_ahead: bool,
+        can_equal_rewards_teach: bool,
+        learns_rewards: bool = True,
+    ) -> None:
+        self._engine, self._learns_rewards = engine, learns_rewards
         self._is_ahead, self._is_taught_by_uniform = is_ahead, can_equal_rewards_teach
         self._told: set[str] = set()
         self._given_at: dict[str, int] = {}
@@ -66,7 +73,7 @@ class Alarms(Observer):
     def _of_metrics(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield a cause, without numbers, and the facts of each alarm about the metrics of a step."""
         lowest, highest = metrics.get("reward_min"), metrics.get("reward_max")
-        if lowest is not None and lowest == highest:
+        if lowest is not None and lowest == highest and self._learns_rewards:
             found = {"reward": f"{lowest:g} for every response"}
             yield "all rewards are equal, and no response is better than another", {**found, **LOOK}
         elif metrics.get("uniform_groups") == 1 and not self._is_taught_by_uniform:

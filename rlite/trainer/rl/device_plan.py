@@ -12,7 +12,7 @@ from rlite.trainer.model.modules import critic_module, policy_module, trained_en
 from rlite.trainer.model.options import ModelOptions, frozen_build_options
 from rlite.trainer.options import TrainerOptions
 from rlite.trainer.rl.engines import Engines
-from rlite.trainer.rl.options import PpoConfig, RolloutOptions
+from rlite.trainer.rl.options import PpoConfig, ReferenceOptions, RolloutOptions
 from rlite.trainer.rl.reward_engines import RewardEngines
 from rlite.trainer.rl.routing import RoutingReplay
 from rlite.trainer.rl.truncation import check_engine
@@ -62,6 +62,17 @@ def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
     return world if generating == world else world - generating, generating
 
 
+def models_beside(options: PpoConfig, engines: Engines) -> list[tuple[RliteTrainEngine, ReferenceOptions]]:
+    """Return the engines beside the actor that hold a model of their own, with their options."""
+    teachers = list(options.distill.teacher.values())
+    found: list[tuple[RliteTrainEngine | None, ReferenceOptions]] = [
+        (engines.critic, options.critic),
+        (engines.reference, options.ref_actor),
+        *((engine, teachers[number]) for number, engine in engines.teachers.items()),
+    ]
+    return [(engine, own) for engine, own in found if engine is not None]
+
+
 class DevicePlan:
     """Makes the engines of a run, and places them.
 
@@ -99,7 +110,12 @@ class DevicePlan:
         trained = trained_engine(policy_module, actor, num_updates)
         self.routing = RoutingReplay.of(actor.routing_replay, trained.module, rollout)
         """the experts that training replays"""
-        self.engines = Engines(rollout, trained, critic, reference, evaluation)
+        teachers = {
+            number: RliteTrainEngine(policy_module(own.as_model(actor).model_name))
+            for number, own in enumerate(options.distill.teacher.values())
+            if own.has_engine
+        }
+        self.engines = Engines(rollout, trained, critic, reference, teachers, evaluation)
 
     def build(self) -> None:
         """Place the engines. Their sizes must divide the devices, else a ConfigError is raised."""
@@ -111,9 +127,8 @@ class DevicePlan:
         num_shared, num_evaluating = without_evaluation(world, options.trainer, rollout.tp_size)
         num_training, num_generating = divide_devices(num_shared, rollout)
         models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(engines.actor, actor, actor.offload_model)]
-        for engine, others in ((engines.critic, options.critic), (engines.reference, options.ref_actor)):
-            if engine is not None:
-                models.append((engine, others.as_model(actor), others.offload_model))
+        for engine, others in models_beside(options, engines):
+            models.append((engine, others.as_model(actor), others.offload_model))
         build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
         self._build_inference(engines.rollout, num_generating)
         if engines.evaluation is not None and not num_evaluating:
@@ -131,7 +146,7 @@ class DevicePlan:
         engines.resident = engines.rollout if engines.takes_turns[engines.rollout] else None
         owner = engines.actor if engines.is_apart else engines.rollout
         for (engine, _, offload), own in zip(models, build_options, strict=True):
-            own = frozen_build_options(own, session.device) if engine is engines.reference else own
+            own = own if engine in engines.trained else frozen_build_options(own, session.device)
             engine.build(**own, colocate_with=None if engine is owner else owner)
             engines.takes_turns[engine] = default if offload is None else offload
         if engines.evaluation is not None and num_evaluating:

@@ -36,6 +36,8 @@ class Engines:
     """predicts returns, if the algorithm needs it"""
     reference: RliteTrainEngine | None = None
     """the policy to stay near, if it is a model of its own"""
+    teachers: dict[int, RliteTrainEngine] = field(default_factory=dict)
+    """frozen teachers by their number"""
     evaluation: RliteInferenceEngine | None = None
     """serves evaluations with weights of its own; None: the rollout engine serves them"""
     is_apart: bool = False
@@ -61,8 +63,8 @@ class Engines:
 
     @property
     def workers(self) -> list[RliteTrainEngine]:
-        """Trained engines, and the reference if it is a model of its own."""
-        return [*self.trained, *([] if self.reference is None else [self.reference])]
+        """Trained engines, and the frozen ones: teachers, and the reference if it is a model of its own."""
+        return [*self.trained, *([] if self.reference is None else [self.reference]), *self.teachers.values()]
 
     def begin_turns(self) -> None:
         """Move the engines that take turns to the host; before this call, all of them are on the device."""

@@ -135,7 +135,7 @@ def _end_to_end(batch: TensorDict) -> tuple[Tensor, Tensor]:
 OWN_METRICS = {
     *("loss", "entropy", "kl", "logprob_drift", "rejected", "off_policy_dropped", "trained_logprobs", "entropies"),
     *("weight", "loss_weight", "grad_norm", "lr", "is_skipped", "num_tokens", "num_microbatches", "memory_gib", "mfu"),
-    "shared_tokens",
+    *("shared_tokens", "divergence"),
     *("step", "reward", "score", "response_length", "truncated", "seconds", "tokens_per_second"),
 }
 """metrics of rlite: a policy loss's metric NAME of such a name is called policy_loss/NAME"""

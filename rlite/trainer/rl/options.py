@@ -9,24 +9,15 @@ from annotated_types import Ge
 from pydantic import BeforeValidator, Field
 
 import rlite
-from rlite import config
-from rlite.config import ByMemory, Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share, changed
+from rlite.config import Count, FinitePositive, Natural, Options, Rate, Share, changed
 from rlite.errors import ConfigError, did_you_mean
 from rlite.help import single_or_named
-from rlite.nn.options import LoraOptions
 from rlite.registry import algorithms
 from rlite.rollout.collector.options import CollectorLimits, CollectorOptions
 from rlite.rollout.environments.file import EnvironmentOptions
 from rlite.rollout.rewards.options import Rewards
 from rlite.trainer.held_out import HeldOutPromptOptions
-from rlite.trainer.model.options import (
-    K1_IS_NO_LOSS,
-    FrozenModelOptions,
-    ModelOptions,
-    OptimizerName,
-    ParameterGroupOptions,
-    schedule_problems,
-)
+from rlite.trainer.model.options import K1_IS_NO_LOSS, ModelOptions
 from rlite.trainer.options import (
     EvaluationSamplingOptions,
     LaunchOptions,
@@ -37,176 +28,21 @@ from rlite.trainer.options import (
     TableOptions,
     TrainerOptions,
 )
+from rlite.trainer.rl.distillation_options import DistillationOptions
+from rlite.trainer.rl.model_options import ActorOptions as ActorOptions
+from rlite.trainer.rl.model_options import CriticOptions as CriticOptions
+from rlite.trainer.rl.model_options import PolicyLossOptions as PolicyLossOptions
+from rlite.trainer.rl.model_options import ReferenceOptions as ReferenceOptions
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.sampling.sampler import UNIFORM, SamplerOptions
-from rlite.types import Aggregation, GenerationHyperparameters, KLEstimator, KLLossEstimator, RoutingSource, Schedule
+from rlite.types import GenerationHyperparameters, KLEstimator, KLLossEstimator
 
-Weight = Annotated[float, Ge(0)]
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
 """estimators whose advantages are whitened over the tokens of the batch"""
 EPISODE, OWN = "episode", "own"
 """credit of branches that is not in `rlite.algorithms.CREDITS`: all share the episode's; each has its own reward"""
 OWN_ESTIMATORS = ("reinforce", "gae", *WHITENED)
 """estimators that are not in `rlite.algorithms.ADVANTAGES`"""
-
-
-class PolicyLossOptions(Options):
-    """The function of log-probabilities and advantages that is minimised."""
-
-    name: str = "ppo_clip"
-    """a name of `rlite.algorithms.POLICY_LOSSES`: ppo_clip, cispo, clip_cov, decoupled_ppo, dppo, dro, gmpo, gspo,
-    kl_cov, m2po, reinforce, sapo, vespo"""
-    options: dict[str, Any] = {}
-    """keyword parameters of that loss; ppo_clip has its range from actor.clip"""
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for an unknown loss; raise ConfigError or UnknownOptionError for options that it refuses."""
-        if self.name in (known := algorithms("policy loss")):
-            known.check(self.name, self.options)
-        else:
-            yield f"name={self.name}: {known.unknown(self.name)}"
-
-
-class ActorOptions(ModelOptions):
-    """The policy that is trained."""
-
-    lr: Rate = 1e-6
-    """peak learning rate"""
-    max_inference_length_per_device: Count | None = None
-    """tokens of one microbatch in passes that train nothing; default: max_length_per_device"""
-    scheduler: Schedule = "constant"
-    """schedule of the learning rate after the warm-up"""
-    warmup_ratio: Share = 0.0
-    """share of all optimizer steps in which the rate rises"""
-    update_per_rollout: Count = 1
-    """optimizer steps on each rollout batch, the critic's too"""
-    freeze_steps: Natural = 0
-    """first steps in which only the critic learns"""
-    clip: Weight = 0.2
-    """PPO's clip range below 1 (and above, unless clip_high says otherwise)"""
-    clip_high: Weight | None = None
-    """clip range above 1"""
-    policy_loss: PolicyLossOptions = Field(default_factory=PolicyLossOptions)
-    """the loss of each token"""
-    tis_coef: Positive | None = 2.0
-    """cap of the importance weight trainer / engine; null is off"""
-    rejection: dict[str, Any] = {}
-    """keyword parameters of `rlite.algorithms.rejection_mask`, such as {upper: 0.02, scope: sequence}: tokens that the
-    engine sampled too far from the trainer's policy have no loss; {} rejects nothing"""
-    off_policy_threshold: Finite | None = None
-    """drop tokens with a negative advantage in sequences with mean(log engine - log trainer) above it; null is off"""
-    off_policy_metrics: bool = False
-    """report off_policy/*, the distance of the trainer's policy from the engine's; with update_per_rollout=1 it takes
-    another forward pass"""
-    deterministic: bool = False
-    """log-probabilities in training have the bits of the sampled ones; needs rollout.deterministic, slower"""
-    routing_replay: RoutingSource = "auto"
-    """experts with which a mixture of experts is trained: "rollout" replays those that the engine chose, "old_policy"
-    those of the trainer's own pass before the updates, "off" chooses anew; "auto" is rollout if the engine returns
-    them, else off"""
-    entropy_coef: Finite = 0.0
-    """weight of the entropy bonus"""
-    temperature: FinitePositive | None = None
-    """temperature of the log-probabilities that are trained; default: the temperature of sampling"""
-    offload_model: bool | None = None
-    """leave the device to generation and to other models; default: on GPUs"""
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each rule between lengths, adapters and the schedule that does not hold."""
-        yield from super().problems()
-        longest = self.max_inference_length_per_device
-        if longest is not None and longest < self.max_length_per_device:
-            expected = f"expected at least max_length_per_device={self.max_length_per_device}"
-            yield f"max_inference_length_per_device={longest}: {expected}"
-        if self.lora is not None and self.lora.dropout:
-            why = "the policy that is trained would not be the one that answered; use 0"
-            yield f"lora.dropout={self.lora.dropout}: {why}"
-
-    def slow_problems(self) -> Iterator[str]:
-        """Yield nothing; raise ConfigError or UnknownOptionError for a rejection that cannot be computed."""
-        rlite.algorithms.check_rejection(self.rejection)
-        yield from ()
-
-    def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
-        """Return the keywords of `RliteTrainEngine.build`; see `ModelOptions.build_options`.
-
-        Raises:
-            ConfigError: the sizes do not divide the world.
-        """
-        return super().build_options(world_size, seed) | ({"deterministic": True} if self.deterministic else {})
-
-
-class ReferenceOptions(FrozenModelOptions):
-    """A model beside the actor; options that are not set are the actor's."""
-
-    ddp_size: Count | None = None
-    """copies of the model; each is sharded over world / ddp_size devices"""
-    tp_size: Count | None = None
-    """devices that share each matrix (tensor parallel)"""
-    sp_size: Count | None = None
-    """devices that share the tokens of a sequence (context parallel)"""
-    ep_size: Count | None = None
-    """devices that share the experts of each layer (expert parallel); 1 for a dense model beside a mixture"""
-    max_length_per_device: Count | None = None
-    """tokens of one microbatch on a device"""
-    max_inference_length_per_device: Count | None = None
-    """tokens of one microbatch in passes that train nothing"""
-
-    def as_model(self, actor: ActorOptions) -> ModelOptions:
-        """Return the model's options, completed by the actor's. A model that is not trained has no adapters."""
-        filled: dict[str, Any] = {**dict(actor), "lora": None, **dict(config.inherit(self, actor))}
-        return ModelOptions(**{name: filled[name] for name in ModelOptions.model_fields})
-
-    def inference_length(self, actor: ActorOptions) -> int | None:
-        """Return the tokens of one microbatch in passes that train nothing; None is the engine's default."""
-        return self.max_inference_length_per_device or actor.max_inference_length_per_device
-
-
-class CriticOptions(ReferenceOptions):
-    """The model of values, which adv.estimator=gae needs; options that are not set are the actor's."""
-
-    model_name: str | None = None
-    """folder or hub name of the checkpoint that the critic begins with; default: the actor's, with a new head"""
-    gradient_checkpointing: ByMemory | None = None
-    """recompute activations in the backward pass; auto: if memory is short"""
-    offload_optimizer: ByMemory | None = None
-    """keep the optimizer's state in host memory between optimizer steps; auto: if memory is short"""
-    avg_level: Aggregation | None = None
-    """mean of the value loss, one of the choices of actor.avg_level"""
-    router_aux_loss_coef: Rate | None = None
-    """factor of the auxiliary loss of a mixture of experts; 0 for a dense model beside a mixture"""
-    router_bias_update_rate: Rate | None = None
-    """change of the routers' correction biases in each step; 0 for a dense model beside a mixture"""
-    optimizer: OptimizerName | None = None
-    """one of the choices of actor.optimizer"""
-    lr: Rate = 5e-6
-    """peak learning rate"""
-    weight_decay: Rate | None = None
-    """weight decay"""
-    parameter_groups: dict[str, ParameterGroupOptions] = {}
-    """groups with the options of actor.parameter_groups; they are not inherited, because the critic's parameters have
-    other names"""
-    max_grad_norm: Positive | None = None
-    """global norm to which gradients are clipped"""
-    scheduler: Schedule | None = None
-    """schedule of the learning rate after the warm-up"""
-    warmup_ratio: Share | None = None
-    """share of all optimizer steps in which the rate rises"""
-    lr_end: Rate = 0.0
-    """rate at the last step"""
-    power: FinitePositive | None = None
-    """exponent of scheduler=polynomial"""
-    disable_dropout: bool | None = None
-    """train without dropout"""
-    lora: LoraOptions | None = None
-    """adapters, with the options of actor.lora; the critic's head is trained as a whole"""
-    clip: Positive = 0.5
-    """largest change of a value since the rollout; infinity is off"""
-
-    def problems(self) -> Iterator[str]:
-        """Yield a message for each rule of the kernels and of the schedule that does not hold."""
-        yield from super().problems()
-        yield from schedule_problems(self.scheduler, self.lr, self.lr_end, self.power)
 
 
 def _can_be_a_loss(estimator: Any) -> Any:
@@ -383,6 +219,7 @@ class PpoConfig(LaunchOptions):
     """prompts to evaluate on: test_data.path=... of one set, or test_data.NAME.path=... of several, whose metrics are
     NAME/accuracy, ..."""
     kl: KlOptions = KlOptions()
+    distill: DistillationOptions = DistillationOptions()
     adv: AdvantageOptions = AdvantageOptions()
     reward: Rewards = {}
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
@@ -403,7 +240,7 @@ class PpoConfig(LaunchOptions):
         data, source = self.train_data, "reward.path=file.py:function, rollout.env_path or rollout.workflow"
         needed = {
             "train_data.path": data.path is not None or data.mixture,
-            f"a source of rewards ({source})": self.sources_of_rewards,
+            f"a source of rewards ({source})": self.sources_of_rewards or self.distill.is_without_rewards,
         }
         if missing := [key for key, value in needed.items() if not value]:
             raise ConfigError(f"missing: {', '.join(missing)}; run with --help to see every option")
@@ -415,6 +252,7 @@ class PpoConfig(LaunchOptions):
         if len(sources := self.sources_of_rewards) > 1:
             yield f"{' and '.join(sources)} are given; expected one source of rewards"
         yield from self.rollout.problems_with(self.reward, "rollout.")
+        yield from self._problems_of_teachers()
         if self.trainer.evaluation_devices is not None and self.trainer.evaluate != "beside":
             why = "evaluations have devices of their own with trainer.evaluate=beside; set both or neither"
             yield f"trainer.evaluation_devices={self.trainer.evaluation_devices}: {why}"
@@ -428,6 +266,7 @@ class PpoConfig(LaunchOptions):
                 "(train_data.prompts_per_rollout x train_data.responses_per_prompt) is too small for so many steps"
             )
         is_paid_by_token = self.kl.type in ("reward", "advantage") or self.adv.gamma != 1 or self.adv.credit == OWN
+        is_paid_by_token = is_paid_by_token or bool(self.distill.teacher)
         if num_rows == 1 and self.adv.estimator == "reinforce" and not is_paid_by_token:
             yield (
                 "train_data.prompts_per_rollout=1, responses_per_prompt=1: the baseline of a batch of one response is "
@@ -445,6 +284,21 @@ class PpoConfig(LaunchOptions):
                 "rollout.deterministic=true rollout.dtype=float32 rollout.executor=torch "
                 f"rollout.tp_size={self.actor.tp_size} (the actor's); set them, or leave actor.deterministic out"
             )
+
+    def _problems_of_teachers(self) -> Iterator[str]:
+        own = self.distill
+        if own.teacher and self.temperature != 1 and any(each.url is not None for each in own.teacher.values()):
+            told = "a server returns log-probabilities at temperature 1"
+            yield f"distill.teacher: {told}, and the policy is trained at {self.temperature:g}; set actor.temperature=1"
+        has_views = own.by is not None or any(each.context is not None for each in own.teacher.values())
+        if own.teacher and has_views and self.train_data.streaming:
+            yield "distill: by and context look rows up, which train_data.streaming=true does not hold"
+        if own.is_without_rewards and self.has_critic:
+            yield "distill.task_rewards=false: adv.estimator=gae learns values of rewards; leave it out"
+        for name, each in {} if self.sources_of_rewards else self.test_data.items():
+            if own.is_without_rewards and not each.reward and each.workflow is None:
+                key = f"test_data.{name}" if name else "test_data"
+                yield f"{key}: without a reward of the run an evaluation needs one of its own; give {key}.reward.path"
 
     def _problems_of_gdpo(self) -> Iterator[str]:
         if self.adv.estimator != "gdpo":
@@ -515,7 +369,7 @@ class PpoConfig(LaunchOptions):
     @property
     def has_old_logprobs(self) -> bool:
         """True if log-probabilities from before a rollout's updates are computed."""
-        actor, is_paid = self.actor, self.kl.type in ("reward", "advantage")
+        actor, is_paid = self.actor, self.kl.type in ("reward", "advantage") or self.has_teacher_advantages
         is_compared = actor.off_policy_metrics or actor.routing_replay == "old_policy"
         return actor.update_per_rollout > 1 or is_paid or is_compared
 
@@ -523,6 +377,11 @@ class PpoConfig(LaunchOptions):
     def has_reference(self) -> bool:
         """True if leaving the reference policy costs something."""
         return self.kl.type is not None
+
+    @property
+    def has_teacher_advantages(self) -> bool:
+        """True if a teacher's log-probabilities are a part of the advantages."""
+        return bool(self.distill.teacher) and self.distill.use_as == "advantage"
 
     @property
     def is_base_reference(self) -> bool:
@@ -559,6 +418,7 @@ class PpoConfig(LaunchOptions):
             f"adv.gamma={adv.gamma} advantages depend on lengths": adv.gamma != 1,
             "adv.credit=own advantages depend on the rewards of branches": adv.credit == OWN,
             f"kl.type={kl.type} advantages depend on the KL": kl.type in ("reward", "advantage"),
+            "distill.teacher a teacher teaches in any case": bool(self.distill.teacher),
         }
         if found := [text for text, holds in reasons.items() if holds]:
             return EqualRewards(True, f"with {found[0]}")
@@ -586,6 +446,10 @@ class PpoConfig(LaunchOptions):
         reasons = {} if self.has_critic else {"critic": f"adv.estimator={self.adv.estimator} has no critic"}
         if not self.has_reference:
             reasons |= dict.fromkeys(("ref_actor", "kl"), "kl.type=null has no reference")
+        if not self.distill.teacher:
+            reasons["distill"] = "there is no distill.teacher"
+        elif self.distill.is_without_rewards:
+            reasons["adv"] = "distill.task_rewards=false"
         found: dict[str, list[str]] = {}
         for group, reason in reasons.items():
             names = changed(getattr(self, group), type(self).model_fields[group].default)
@@ -602,6 +466,7 @@ class PpoConfig(LaunchOptions):
     def models(self) -> list[ModelOptions]:
         """Options of all models, whose sequences are the same."""
         others = [*([self.critic] if self.has_critic else []), *([self.ref_actor] if self.has_reference else [])]
+        others += [own for own in self.distill.teacher.values() if own.has_engine]
         return [self.actor, *(other.as_model(self.actor) for other in others)]
 
     @property
