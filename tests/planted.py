@@ -5,6 +5,7 @@ They are computed by transformers' own models and attention, with the fault in t
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,6 +54,25 @@ def saved_weights(run: Path, step: int, folder: Path) -> Path:
     engine.load_state(run / "state" / f"step-{step}")
     engine.save(folder)
     engine.release()
+    return folder
+
+
+def mixed(weights: Path, other: Path, folder: Path, part: str, share: float = 1.0) -> Path:
+    """Write a model whose parameters go to those of another model, if their names match a pattern.
+
+    Args:
+        weights: the model.
+        other: the other model.
+        folder: the folder to write.
+        part: pattern of the names.
+        share: how far they go; 1 is the other model, and below 0 is away from it.
+    """
+    model, others = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (weights, other))
+    values = others.state_dict()
+    for name, own in model.state_dict().items():
+        if re.search(part, name):
+            own.copy_(own.lerp(values[name], share))
+    model.save_pretrained(folder)
     return folder
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import rlite
 from rlite.assembly.launch import session_of
 from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
+from rlite.assembly.why import evidence
 from rlite.assembly.why.command import explain_mismatch, main
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import LeanDecoder, ShardedModel
@@ -32,7 +33,7 @@ from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, Rol
 from tests.integration.rewards import digits
 from tests.marks import nightly
 from tests.mixtures import build_mixture_dir
-from tests.planted import Fault, at_tokens, logits_of, plant, rewrite, saved_weights
+from tests.planted import Fault, at_tokens, logits_of, mixed, plant, rewrite, saved_weights
 from tests.tiny import build_model_dir
 
 PAGE = Path(__file__).parents[2] / "docs" / "why.md"
@@ -139,6 +140,54 @@ def without_opening(model: Any, ids: list[int], start: int) -> torch.Tensor:
     return torch.cat([torch.zeros(len(opening)), unchanged(model, rest, start)])
 
 
+def special_as_text(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Encode the special tokens of the prompt as text."""
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer(tokenizer.decode(ids[:start]), split_special_tokens=True)["input_ids"]
+    return unchanged(model, [*prompt, *ids[start:]], start)[len(prompt) - start :]
+
+
+def narrow(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Let a query of layer 1 see 11 positions."""
+    places = torch.arange(len(ids))
+    distance = places[:, None] - places
+    mask = torch.zeros(distance.shape).masked_fill((distance < 0) | (distance >= 11), float("-inf"))[None, None]
+
+    def see(module: Any, args: Any, given: Any) -> Any:
+        return args, {**given, "attention_mask": mask}
+
+    hook = model.model.layers[1].self_attn.register_forward_pre_hook(see, with_kwargs=True)
+    values = unchanged(model, ids, start)
+    hook.remove()
+    return values
+
+
+def next_heads(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Give the query heads of layer 0 the key heads of their neighbours."""
+    attention = model.model.layers[0].self_attn
+    for each in (attention.k_proj, attention.v_proj):
+        each.weight.data = each.weight.data.roll(attention.head_dim, 0)
+    values = unchanged(model, ids, start)
+    for each in (attention.k_proj, attention.v_proj):
+        each.weight.data = each.weight.data.roll(-attention.head_dim, 0)
+    return values
+
+
+def without_expert(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Never choose expert 3 in the second mixture."""
+
+    def choose(gate: Any, args: Any, output: Any) -> Any:
+        scores = output[0].index_fill(-1, torch.tensor([3]), float("-inf")).softmax(-1)
+        best = scores.topk(gate.top_k, -1)
+        weights = best.values / best.values.sum(-1, keepdim=True) if gate.norm_topk_prob else best.values
+        return output[0], weights, best.indices
+
+    hook = model.model.layers[2].mlp.gate.register_forward_hook(choose)
+    values = unchanged(model, ids, start)
+    hook.remove()
+    return values
+
+
 def one_expert(model: Any, ids: list[int], start: int) -> torch.Tensor:
     """Choose one expert in the second mixture."""
     model.model.layers[2].mlp.gate.top_k = 1
@@ -176,7 +225,11 @@ FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
     "position": ("plain", 2, moved, "position", None),
     "rotary base": ("plain", 2, other_base, "position", None),
     "template": ("plain", 2, without_opening, "template", None),
+    "special tokens as text": ("plain", 2, special_as_text, "template", None),
+    "window": ("plain", 2, narrow, "attention", 1),
+    "key heads": ("plain", 2, next_heads, "attention", 0),
     "routing": ("mixture", 2, one_expert, "routing", 2),
+    "expert never chosen": ("mixture", 2, without_expert, "routing", 2),
     "experts exchanged": ("mixture", 2, exchanged, "routing", 1),
     "cooler and cut": ("plain", 2, cooler_and_cut, "temperature + kept sets", None),
     "stale and cooler": ("plain", 1, cooler, "stale weights + temperature", None),
@@ -184,7 +237,18 @@ FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
 }
 
 
-LONGER = ("whole vocabulary", "rotary base", "routing", "experts exchanged", "stale and cooler", "cooler and cut")
+LONGER = (
+    "attention",
+    "whole vocabulary",
+    "rotary base",
+    "special tokens as text",
+    "key heads",
+    "routing",
+    "expert never chosen",
+    "experts exchanged",
+    "stale and cooler",
+    "cooler and cut",
+)
 
 
 @pytest.mark.parametrize("name", [*(name for name in FAULTS if name not in LONGER), *nightly(*LONGER)])
@@ -200,10 +264,30 @@ def test_a_fault_of_the_engine_is_named(name: str, runs: Any, tmp_path: Path) ->
     assert "code" in engine.excluded
 
 
-@pytest.mark.nightly
-def test_a_dropped_adapter_is_named(model: Path, runs: Any, tmp_path: Path) -> None:
-    run, *_ = runs("lora")
-    assert explain_mismatch(plant(run, tmp_path / "run", model, unchanged)).cause == "adapter"
+MIXED = {
+    "dropped adapter": ("lora", "", 1.0, "adapter", "with the base model, without its adapter"),
+    "adapter of another scale": ("lora", "", -0.37, "adapter", "with the adapter's scale times 1.37"),
+    "adapter dropped in a module": ("lora", "v_proj", 1.0, "adapter", ", in self_attn.v_proj alone"),
+    "stale modules": ("plain", "mlp", 1.0, "stale weights", ", in mlp.down_proj, mlp.gate_proj, mlp.up_proj alone"),
+    "weights of version 0": ("plain", "", 1.0, "stale weights", "with the weights after step 0, not 2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adapter dropped in a module", *nightly(*(each for each in MIXED if each != "adapter dropped in a module"))],
+)
+def test_weights_of_another_model_are_named(
+    name: str, model: Path, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "MAX_STATES", 1)
+    kind, part, share, cause, text = MIXED[name]
+    run, weights, _ = runs(kind)
+    found = explain_mismatch(
+        plant(run, tmp_path / "run", mixed(weights, model, tmp_path / "mixed", part, share), unchanged)
+    )
+    assert found.cause == cause
+    assert found.verdicts[0].text.endswith(text), found.verdicts[0]
 
 
 def test_a_fault_of_the_trainer_is_named(runs: Any, tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ def watching(module: nn.Module, see: See | None) -> Iterator[None]:
 
 
 def watched_module(options: ModelOptions, path: str) -> PolicyModule:
-    """Return a policy module of a checkpoint with a method `activations(data)`, which returns those of a pack."""
+    """Return a policy module of a checkpoint with a method `activations(data)` of a pack; `logits` are among them."""
 
     def activations(self: Any, data: Mapping[str, Any]) -> Activations:
         found: Activations = {}
         with torch.no_grad(), watching(self, partial(keep, found)):
-            self.compute_logits(data)
+            keep(found, "logits", self.compute_logits(data))
         return found
 
     module = policy_module(path, options.optimizer_options(1), options.lora)

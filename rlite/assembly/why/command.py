@@ -3,17 +3,19 @@
     rlite why RUN [step=12 sequences=4 tokens=64]
 
 A side is honest if its record is the reference's up to a tolerance, which is what the dtype of the engine alone does to
-these tokens. For a side that is not, the hypotheses are tried alone, then in pairs. Among those that explain the record
-up to the tolerance, the one with the fewest deviations is named. The code of this process is one of them: if it
-computes what was recorded, the first module that differs from the reference is named.
+these tokens. For a side that is not, the hypotheses are tried alone, and the best of each kind are moved: numbers, and
+the parts of the model that deviate. Then pairs are tried, those first whose effects add up to the record. Among those
+that explain it up to the tolerance, the one with the fewest deviations is named. The code of this process is a
+hypothesis, too: if it computes what was recorded, the first module that differs from the reference is named.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,13 +37,13 @@ LEAST, SPREAD = 1e-4, 2.0
 """mean difference of log-probabilities that is rounding in any dtype; and factor of what the dtype alone does"""
 PARTLY = 0.2
 """share of the mismatch that a partial explanation leaves at most"""
-UNEXPLAINED = "the rest is not explained by any hypothesis, alone or in pairs"
-GOLDEN = 0.618034
 of_left = attrgetter("left")
-WIDE, NARROW = 3.0, 1.1
-"""factors between which a number is searched, and a top_p, of which all above 1 are alike"""
-TOP = 5
-"""hypotheses that are refined, and then combined with all others"""
+BEST, SAME = 24, 3
+"""candidates whose numbers and parts are moved, and those of them with the same causes"""
+PAIRS, BEST_PAIRS = 200, 8
+"""pairs of kinds that are computed, and those that are moved"""
+SWEEPS, SLOW = 8, 0.9
+"""times that all moves are tried, and the share that a sweep leaves at most to be followed by another"""
 
 
 class Candidate(NamedTuple):
@@ -49,6 +51,12 @@ class Candidate(NamedTuple):
 
     parts: tuple[Hypothesis, ...]
     left: float
+    logprobs: Tensor
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Texts and layers of the parts; no move changes them."""
+        return tuple((part.text, part.changes.get("layer"), part.changes.get("mixture")) for part in self.parts)
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -163,37 +171,61 @@ class Search:
 
     def score(self, parts: tuple[Hypothesis, ...]) -> Candidate:
         """Return a candidate with what it leaves; code of this process follows few settings."""
-        found = Candidate(parts, math.inf)
+        found = Candidate(parts, math.inf, torch.tensor(math.nan))
         if "code" in found.setting and found.setting.keys() - OF_CODE:
             return found
         try:
-            return found._replace(left=float((self._logprobs(found.setting) - self._recorded).abs().nanmean()))
+            logprobs = self._logprobs(found.setting)
         except DataError as error:
             self._case.notes.append(str(error))
             return found
+        return Candidate(parts, float((logprobs - self._recorded).abs().nanmean()), logprobs)
 
     def refined(self, found: Candidate) -> Candidate:
-        """Return a candidate with its numbers searched beside the grid, one after the other."""
-        for place in [*range(len(found.parts))] * (3 if len(found.parts) > 1 else 1):
-            part = found.parts[place]
-            if part.number is None or found.left <= LEAST:
-                continue
-
-            def scored(x: float, parts: tuple[Hypothesis, ...] = found.parts, place: int = place) -> Candidate:
-                moved = parts[place]._replace(changes={**parts[place].changes, str(parts[place].number): x})
-                return self.score((*parts[:place], moved, *parts[place + 1 :]))
-
-            width = NARROW if part.number == "top_p" else WIDE
-            found = min(found, minimised(scored, part.changes[part.number], width), key=of_left)
+        """Return a candidate after the moves of its parts that bring it nearer to the record."""
+        before = math.inf
+        for _ in range(SWEEPS):
+            if not LEAST < found.left <= SLOW * before:
+                break
+            before = found.left
+            for place, part in enumerate(found.parts):
+                for move in part.moves:
+                    own, parts = found.parts[place], [*found.parts]
+                    parts[place] = own._replace(changes=move(own.changes))
+                    if parts[place].changes != own.changes:
+                        found = min(found, self.score(tuple(parts)), key=of_left)
         return found
 
-    def best_of_kinds(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return the best candidates of different kinds, refined, the best one first."""
+    def best(self, found: Iterable[Candidate], most: int) -> list[Candidate]:
+        """Return the best candidates of different kinds after their moves, the best one first.
+
+        Args:
+            found: the candidates.
+            most: candidates, at most.
+        """
         kinds: dict[object, Candidate] = {}
         for each in sorted(found, key=of_left):
-            numbers = [part.number for part in each.parts]
-            kinds.setdefault((*each.setting, *numbers, each.setting.get("layer")), each)
-        return sorted(map(self.refined, [*kinds.values()][: 2 * TOP]), key=of_left)
+            kinds.setdefault(each.kind, each)
+        counts, chosen = Counter[object](), list[Candidate]()
+        for each in kinds.values():
+            counts[causes := tuple(part.cause for part in each.parts)] += 1
+            chosen += [each] if counts[causes] <= SAME and any(part.moves for part in each.parts) else []
+        return sorted(map(self.refined, chosen[:most]), key=of_left)
+
+    def pairs(self, singles: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield the best pair of two kinds, for the pairs of kinds of which the sums of effects explain the most."""
+        honest = self.honest.logprobs
+        singles = [each for each in singles if (each.logprobs - honest).abs().mean() > LEAST]
+        effects = torch.stack([each.logprobs for each in singles]) - honest
+        sums = torch.stack([(self._recorded - honest - own - effects).abs().nanmean(1) for own in effects])
+        firsts, seconds = torch.triu_indices(len(singles), len(singles), 1)
+        seen = set[object]()
+        for place in sums[firsts, seconds].argsort().tolist():
+            first, second = singles[firsts[place]], singles[seconds[place]]
+            kinds = frozenset((first.kind, second.kind))
+            if kinds not in seen and not first.setting.keys() & second.setting.keys():
+                seen.add(kinds)
+                yield self.score((*first.parts, *second.parts))
 
     def candidates(self, coarse: float) -> Iterator[list[Candidate]]:
         """Yield the hypotheses alone, refined, and in pairs.
@@ -201,15 +233,13 @@ class Search:
         Args:
             coarse: distance below which a smaller dtype explains the record, so that pairs need not be tried.
         """
-        known = [*hypotheses(self._case, self._reference, self._side)]
-        yield (singles := sorted((self.score((each,)) for each in known), key=of_left))
-        yield (refined := self.best_of_kinds(singles))
+        yield (singles := [self.score((each,)) for each in hypotheses(self._case, self._reference, self._side)])
+        yield (refined := self.best(singles, BEST))
         if self.honest.left > coarse:
             if self._side == "engine":
                 yield [self.score((sampled_tokens(self._case, self._reference, self._side),))]
-            firsts = [*{x.parts[0].cause: x for x in reversed(refined)}.values()][::-1][:TOP]
-            pairs = [(*x.parts, y) for x, y in product(firsts, known) if not x.setting.keys() & y.changes.keys()]
-            yield self.best_of_kinds([*map(self.score, pairs)])
+            yield (pairs := [*islice(self.pairs([*refined, *singles]), PAIRS)])
+            yield self.best(pairs, BEST_PAIRS)
 
     def verdict(self, mismatch: float) -> Verdict:
         """Return the cause.
@@ -229,65 +259,40 @@ class Search:
                 return self._named(best, found)
         if (best := simplest(found, coarse)) is not None:
             return self._named(best, found, ("precision", "the rest is what bfloat16 rounds"))
-        best = min(found, key=of_left)
-        return self._named(best if best.left <= PARTLY * honest.left else honest, found, ("unexplained", UNEXPLAINED))
+        best = min((each for each in found if each.left <= PARTLY * honest.left), key=of_left, default=honest)
+        return self._named(best, found, ("unexplained", "no hypothesis explains the rest, alone or in pairs"))
 
     def _named(self, best: Candidate, found: Sequence[Candidate], *rest: tuple[str, str]) -> Verdict:
-        told, difference = [(part.cause, part.words) for part in best.parts], None
-        if "code" in best.setting:
-            differences = (self._reference.difference(self._side, best.setting, span) for span in self._case.spans)
-            difference = next(filter(None, differences), None)
-        if difference is not None:
-            text = f"{difference.module} is the first that differs, by {difference.size:.1g} of its largest value"
-            told = [(difference.cause, f"{words}: {text}") if name == "code" else (name, words) for name, words in told]
+        told, module = [(part.cause, part.words) for part in best.parts], None
+        layer = next((part.layer for part in best.parts if part.layer is not None), None)
+        differences = (self._reference.difference(self._side, best.setting, span) for span in self._case.spans)
+        if "code" in best.setting and (first := next(filter(None, differences), None)) is not None:
+            layer, module = first.layer, first.module
+            text = f"{module} is the first that differs, by {first.size:.1g} of its largest value"
+            told = [(first.cause, f"{words}: {text}") if name == "code" else (name, words) for name, words in told]
         told += rest
         others = [x for x in sorted(found, key=of_left, reverse=True) if len(x.parts) == 1]
         excluded = {x.parts[0].cause: f"{x.parts[0].words}: {x.left:.2g} left" for x in others}
         for cause in {*(cause for cause, _ in told), *(part.cause for part in best.parts)}:
             excluded.pop(cause, None)
         causes, text = " + ".join(dict.fromkeys(cause for cause, _ in told)), "; ".join(words for _, words in told)
-        layer, module = best.setting.get("layer"), None
-        if difference is not None:
-            layer, module = difference.layer, difference.module
         return Verdict(self._side, causes, text, self.honest.left, best.left, layer, module, excluded)
 
 
 def simplest(found: Sequence[Candidate], tolerance: float) -> Candidate | None:
     """Return the candidate with the fewest parts of those within a tolerance; None without one."""
-    good = [each for each in found if each.left <= tolerance]
-    return min(good, key=_rank, default=None)
+    return min((each for each in found if each.left <= tolerance), key=_rank, default=None)
 
 
 def _rank(found: Candidate) -> tuple[Any, ...]:
-    setting = found.setting
-    return len(found.parts), "code" not in setting, round(found.left, 6), setting.get("layer") is None
-
-
-def minimised(scored: Callable[[float], Candidate], start: float, width: float) -> Candidate:
-    """Return the best candidate by golden-section search.
-
-    Args:
-        scored: returns the candidate of a number.
-        start: a number near the best one.
-        width: the numbers are between `start / width` and `start * width`.
-    """
-    low, high = math.log(start / width), math.log(start * width)
-    left, right = (scored(math.exp(low + share * (high - low))) for share in (1 - GOLDEN, GOLDEN))
-    for _ in range(24):
-        if left.left < right.left:
-            high, right = low + GOLDEN * (high - low), left
-            left = scored(math.exp(high - GOLDEN * (high - low)))
-        else:
-            low, left = high - GOLDEN * (high - low), right
-            right = scored(math.exp(low + GOLDEN * (high - low)))
-    return min(left, right, key=of_left)
+    is_code, is_whole = "code" in found.setting, all(part.layer is None for part in found.parts)
+    return len(found.parts), not is_code, round(found.left, 6), is_whole
 
 
 def report(found: Explanation) -> str:
     """Return an explanation as text."""
-    lines = [
-        f"step {found.step}: the records differ by {found.mismatch:.2g} per token; {found.tolerance:.2g} is rounding"
-    ]
+    differ = f"the records differ by {found.mismatch:.2g} per token; {found.tolerance:.2g} is rounding"
+    lines = [f"step {found.step}: {differ}"]
     for verdict in found.verdicts:
         lines.append(f"{verdict.side}: {verdict.cause}")
         lines.append(f"  {verdict.text}; {verdict.left:.2g} of {verdict.honest:.2g} per token is left")

@@ -31,7 +31,7 @@ SIDES = {"engine": "logprobs", "trainer": "trainer_logprobs"}
 """side -> column of the record with its log-probabilities"""
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 MAX_STATES = 4
-"""saved weights that are read"""
+"""saved weights that are read, beside the first ones"""
 MAX_LENGTH = 4096
 """tokens of a sequence that are read"""
 Ids = tuple[int, ...]
@@ -107,13 +107,14 @@ class Case:
             self.trainer.load_state(path)
 
     def load_all(self) -> None:
-        """Read the saved weights nearest to the spans, and forget the other checkpoints.
+        """Read the saved weights nearest to the spans, and the first ones, and forget the other checkpoints.
 
         Raises:
             CheckpointError: none can be read.
         """
         version, found = self.spans[0].version, dict[int, Path | None]()
-        for step in sorted(self.checkpoints, key=lambda step: abs(step - version))[:MAX_STATES]:
+        nearest = sorted(self.checkpoints, key=lambda step: abs(step - version))[:MAX_STATES]
+        for step in dict.fromkeys([*nearest, min(self.checkpoints)]):
             try:
                 self.load(step)
                 self.states[step], found[step] = self.trainer.state_dict(), self.checkpoints[step]
@@ -122,8 +123,8 @@ class Case:
         if not found:
             raise CheckpointError("; ".join(["no weights of the run can be read", *self.notes]))
         self.checkpoints = found
-        if (nearest := self.exact("engine")) != version:
-            told = f"no checkpoint has the weights of version {version}; those after step {nearest} stand for them"
+        if (exact := self.exact("engine")) != version:
+            told = f"no checkpoint has the weights of version {version}; those after step {exact} stand for them"
             self.notes.append(f"{told}, and what training changes between two checkpoints counts as rounding")
 
 

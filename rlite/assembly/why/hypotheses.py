@@ -6,8 +6,7 @@ the precision, the attention, the experts, and how a log-probability is made of 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, product
 from operator import add, itemgetter
@@ -17,13 +16,14 @@ import torch
 from torch import Tensor
 
 from rlite.assembly.why.evidence import Case, Ids, Span
-from rlite.assembly.why.reference import Reference, Setting, label_logprobs
+from rlite.assembly.why.reference import Parts, Reference, Setting, label_logprobs, labels
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, has_chat_template
+from rlite.data.routing import RoutingShape
 
 FACTORS = (0.01, 0.1, 0.25, 0.5, 0.8, 1.25, 2.0, 4.0, 10.0, 100.0)
-"""grid of a factor; the best ones are refined"""
+"""grid of a factor"""
 MAX_SPECIAL, MAX_PARTS, MAX_EXPERTS = 16, 7, 8
-"""special tokens that are tried in a prompt; its parts that are left out; experts of which two are exchanged"""
+"""special tokens that are tried in a prompt; its parts that are left out; experts that are tried one by one"""
 NEAR = 1e-3
 """distance of log-probabilities below which a token may be the one that was sampled"""
 
@@ -33,16 +33,44 @@ class Hypothesis(NamedTuple):
 
     cause: str
     text: str
-    """the deviation in words; `{}` stands for the value of `number`"""
+    """the deviation in words; with moves, `{name}` stands for the value of a change"""
     changes: Setting
-    number: str | None = None
-    """the change that is a positive number, which may lie beside the grid"""
+    moves: tuple[Callable[[Setting], Setting], ...] = ()
+    """functions of the changes to changes beside them, from far to near"""
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the only layer that deviates."""
+        parts = self.changes.get("parts")
+        return parts.layer if parts else self.changes.get("layer", self.changes.get("mixture"))
 
     @property
     def words(self) -> str:
-        """The deviation with its number and its layer."""
-        told, layer = self.text.format(self.changes.get(self.number or "")), self.changes.get("layer")
-        return told if layer is None else f"{told}, in layer {layer} alone"
+        """The deviation with its numbers and its layer."""
+        told = self.text.format(**self.changes) if self.moves else self.text
+        return told if self.layer is None or "parts" in self.changes else f"{told}, in layer {self.layer} alone"
+
+
+def times(name: str, most: float = 2.0) -> tuple[Callable[[Setting], Setting], ...]:
+    """Return moves of a positive number.
+
+    Args:
+        name: name of the change.
+        most: largest factor.
+    """
+    factors = (most ** (sign * 0.5**k) for k in range(18) for sign in (1, -1))
+    return tuple(lambda changes, by=by: {**changes, name: changes[name] * by} for by in factors)
+
+
+def plus(name: str, least: int) -> tuple[Callable[[Setting], Setting], ...]:
+    """Return moves of a whole number that is not below the least one."""
+    steps = (sign * by for by in (64, 32, 16, 8, 4, 3, 2, 1) for sign in (1, -1))
+    return tuple(lambda changes, by=by: {**changes, name: max(changes[name] + by, least)} for by in steps)
+
+
+def _toggled(label: str, changes: Setting) -> Setting:
+    """Return changes of which a layer or a module becomes a part, or is none any more."""
+    return {**changes, "parts": changes["parts"]._replace(chosen=changes["parts"].chosen ^ {label})}
 
 
 def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothesis]:
@@ -56,112 +84,138 @@ def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothes
     yield Hypothesis("code", f"the {side}'s code in this process", {"code": side})
     yield from of_sampling()
     yield from of_weights(case, reference.exact)
-    yield Hypothesis("precision", "computed in bfloat16", {"dtype": torch.bfloat16})
-    for dtype, scaled in product((torch.float8_e4m3fn, torch.int8), ("row", "matrix")):
-        text = f"with matrices in {str(dtype)[6:]}, with a scale of each {scaled}"
-        yield Hypothesis("precision", text, {"stored": (dtype, scaled)})
+    yield from of_precision(case.states[reference.exact])
     yield from of_position()
     longest = max(len(span.before) + len(span.ids) for span in case.spans)
     yield from of_attention(reference.model.config.get_text_config().num_hidden_layers, longest)
     if reference.shape is not None:
-        yield from of_routing(reference.mixtures, reference.shape.top_k)
+        yield from of_routing([*reference.mixtures], reference.shape)
     yield from of_prompts(case, reference.tokenizer)
 
 
 def of_sampling() -> Iterator[Hypothesis]:
     """Yield other ways to make log-probabilities of logits."""
     for x in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0):
-        yield Hypothesis("temperature", "at temperature {:.4g}", {"temperature": x}, "temperature")
+        yield Hypothesis("temperature", "at temperature {temperature:.4g}", {"temperature": x}, times("temperature"))
     yield Hypothesis("kept sets", "normalised over the whole vocabulary", {"top_p": 1.0, "top_k": 0})
     for p in (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99):
-        text = "normalised over the ids that top_p={:.3g} keeps"
-        yield Hypothesis("kept sets", text, {"top_p": p, "top_k": 0}, "top_p")
+        text = "normalised over the ids that top_p={top_p:.3g} keeps"
+        yield Hypothesis("kept sets", text, {"top_p": p, "top_k": 0}, times("top_p", 1.1))  # all above 1 are alike
     for k in (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 200):
-        yield Hypothesis("kept sets", f"normalised over the {k} most likely ids", {"top_p": 1.0, "top_k": k})
+        yield Hypothesis("kept sets", "over the {top_k} most likely ids", {"top_p": 1.0, "top_k": k}, plus("top_k", 1))
+
+
+def in_parts(found: Hypothesis, names: Iterable[str]) -> Iterator[Hypothesis]:
+    """Yield a hypothesis for all parameters, then for those of each layer, and of each module.
+
+    Args:
+        found: its text has `{parts}`.
+        names: names of the parameters that it changes.
+    """
+    layers, modules = (frozenset(group) for group in zip(*map(labels, names), strict=True))
+    moves: tuple[Any, ...] = (*found.moves, *(partial(_toggled, label) for label in sorted(layers | modules)))
+    own = (modules | {label} if label in layers else layers | {label} for label in sorted(layers | modules))
+    for chosen in (layers | modules, *own):
+        parts = Parts(chosen, layers, modules)
+        yield Hypothesis(found.cause, found.text, {**found.changes, "parts": parts}, moves)
 
 
 def of_weights(case: Case, exact: int) -> Iterator[Hypothesis]:
-    """Yield other saved weights, as a whole and in one part of the model."""
-    parts = {match[0] if (match := re.match(r".*?layers\.\d+\.", name)) else name for name in case.states[exact]}
+    """Yield other saved weights and other scales of an adapter, as a whole and in parts of the model."""
+    state = case.states[exact]
     for step in sorted(case.states.keys() - {exact}, key=lambda step: abs(step - exact)):
-        cause, text = "stale weights", f"with the weights after step {step}, not {exact}"
+        if not (names := [name for name, own in state.items() if not torch.equal(own, case.states[step][name])]):
+            continue
+        cause, text = "stale weights", f"with the weights after step {step}, not {exact}{{parts}}"
         if case.option("actor.lora") and step == 0:
-            cause, text = "adapter", "with the base model, without its adapter"
+            cause, text = "adapter", "with the base model, without its adapter{parts}"
             for x in FACTORS:
-                yield Hypothesis(cause, f"with the adapter's scale times {x:g}", {"weights": step, "amount": 1 - x})
-        yield Hypothesis(cause, text, {"weights": step})
-        for part in sorted(parts) if abs(step - exact) == 1 else ():
-            yield Hypothesis(cause, f"{text}, in {part.rstrip('.')} alone", {"weights": step, "part": part})
+                told, change = "with the adapter's scale times {amount:.4g}{parts}", {"weights": step, "amount": x}
+                yield next(in_parts(Hypothesis(cause, told, change, times("amount")), names))
+        yield from in_parts(Hypothesis(cause, text, {"weights": step}), names)
+
+
+def of_precision(state: Mapping[str, Tensor]) -> Iterator[Hypothesis]:
+    """Yield computation and storage with fewer bits.
+
+    Args:
+        state: weights by name.
+    """
+    for dtype in (torch.bfloat16, torch.float16):
+        yield Hypothesis("precision", f"computed in {str(dtype)[6:]}", {"dtype": dtype})
+    for dtype, scaled in product((torch.float8_e4m3fn, torch.int8), ("row", "matrix", "nothing")):
+        text, form = f"in {str(dtype)[6:]}, with a scale of each {scaled}", (dtype, scaled)
+        yield next(in_parts(Hypothesis("precision", f"with matrices {text}{{parts}}", {"stored": form}), state))
+        yield Hypothesis("precision", f"with keys and values {text}", {"cached": form})
 
 
 def of_position() -> Iterator[Hypothesis]:
     """Yield other positions of the model's tokens, and other rotary frequencies."""
-    rules: dict[str, Callable[[Tensor, int], Tensor]] = {
+    rules: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "positions begin at 0 again at the model's first token": lambda p, n: torch.where(p >= n, p - n, p),
-        "positions stop at the model's first token": lambda p, n: p.clamp(max=n),
-        "positions stop at the prompt's last token": lambda p, n: p.clamp(max=n - 1),
+        "positions stop at the model's first token": torch.minimum,
+        "positions stop at the prompt's last token": lambda p, n: p.minimum(n - 1),
         "no positions: all are 0": lambda p, n: p * 0,
     }
-    for by in (*range(-4, 0), *range(1, 9)):
-        rules[f"the model's tokens {by:+d} positions away"] = partial(_moved, by)
     yield from (Hypothesis("position", text, {"position": rule}) for text, rule in rules.items())
+    for by in (-32, -16, -8, *range(-4, 0), *range(1, 9), 16, 32, 64, 128):
+        yield Hypothesis("position", "the model's tokens moved by {shift:+d}", {"shift": by}, plus("shift", -4096))
     for (name, text), x in product({"theta": "the rotary base", "stretch": "positions"}.items(), FACTORS):
-        yield Hypothesis("position", f"{text} times {{:.4g}}", {name: x}, name)
-
-
-def _moved(by: int, places: Tensor, start: int) -> Tensor:
-    """Return positions of which those from a place on are moved."""
-    return (places + by * (places >= start)).clamp(min=0)
+        yield Hypothesis("position", f"{text} times {{{name}:.4g}}", {name: x}, times(name))
 
 
 def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
     """Yield other attention, in all layers and in one."""
-    windows = {1, 2, 4, *(max(longest * part // 16, 1) for part in range(2, 16))}
-    changes: list[tuple[str, Setting, str | None]] = [
-        ("queries see later tokens", {"is_causal": False}, None),
-        ("the model's tokens see themselves alone", {"is_split": True}, None),
-        ("query heads take key heads in turns", {"is_tiled": True}, None),
-        *((f"a query sees {size} positions", {"window": size}, None) for size in sorted(windows)),
-        *(("scores times {:.4g}", {"scale": x}, "scale") for x in FACTORS),
-    ]
-    for layer, (text, change, number) in product((None, *range(num_layers)), changes):
-        yield Hypothesis("attention", text, {**change, "layer": layer}, number)
-
-
-def of_routing(layers: list[int], top_k: int) -> Iterator[Hypothesis]:
-    """Yield other choices and weights of experts, in all layers with experts and in one."""
-    orders: dict[str, Callable[[int], list[int]]] = {
-        "each expert in its neighbour's place": lambda n: [*range(1, n), 0],
-        "each expert in the place before": lambda n: [n - 1, *range(n - 1)],
-        "experts in reverse order": lambda n: [*range(n)][::-1],
-        "both halves of the experts exchanged": lambda n: [*range(n // 2, n), *range(n // 2)],
+    sizes = sorted({1, 2, 4, 8, *(max(longest * part // 16, 1) for part in range(2, 16))})
+    heads: dict[str, Callable[[Tensor], Tensor]] = {
+        "key heads in turns": lambda x: torch.arange(len(x)) % (x[-1] + 1),
+        "the next key head": lambda x: (x + 1) % (x[-1] + 1),
+        "the key head before": lambda x: (x - 1) % (x[-1] + 1),
+        "the key head of the query head before": lambda x: x.roll(1),
+        "key heads in reverse order": lambda x: x.flip(0),
     }
-    for a, b in combinations(range(MAX_EXPERTS), 2):
-        orders[f"experts {a} and {b} exchanged"] = partial(_exchanged, a, b)
+    found = [
+        Hypothesis("attention", "queries see later tokens", {"is_causal": False}),
+        Hypothesis("attention", "the model's tokens see themselves alone", {"hidden": longest}),
+        *(Hypothesis("attention", f"query heads take {text}", {"heads": order}) for text, order in heads.items()),
+    ]
+    for n in sizes:
+        found.append(Hypothesis("attention", "a query sees {window} positions", {"window": n}, plus("window", 1)))
+        found.append(Hypothesis("attention", "the first {hidden} are not seen later", {"hidden": n}, plus("hidden", 1)))
+    found += [Hypothesis("attention", "scores times {scale:.4g}", {"scale": x}, times("scale")) for x in FACTORS]
+    for layer, each in product((None, *range(num_layers)), found):
+        yield each._replace(changes={**each.changes, "layer": layer})
+
+
+def of_routing(layers: list[int], shape: RoutingShape) -> Iterator[Hypothesis]:
+    """Yield other choices and weights of experts, in all layers with experts and in one."""
+    k, own, first = shape.top_k, [*range(shape.num_experts)], range(min(shape.num_experts, MAX_EXPERTS))
+    orders = {f"experts {by:+d} places away": [*own[by:], *own[:by]] for by in (1, -1, len(own) // 2)}
+    orders["experts in reverse order"] = own[::-1]
+    for a, b in combinations(first, 2):
+        orders[f"experts {a} and {b} exchanged"] = [{a: b, b: a}.get(x, x) for x in own]
     choices: dict[str, Callable[[Tensor], Tensor]] = {
         "the first experts chosen always": lambda x: torch.arange(x.shape[-1]).expand_as(x),
-        "the experts of the token before": lambda x: x.roll(1, 1),
-        "the experts of the token after": lambda x: x.roll(-1, 1),
-        "the experts of the mixture before": lambda x: x.roll(1, 2),
+        "the experts of the token before": lambda x: x.roll(1, 0),
+        "the experts of the token after": lambda x: x.roll(-1, 0),
     }
     changes: dict[str, Setting] = {text: {"order": order} for text, order in orders.items()}
     changes |= {text: {"choice": choice} for text, choice in choices.items()}
-    changes |= {f"{k} experts for a token": {"router": ("top_k", k)} for k in (1, top_k - 1, top_k + 1, 2 * top_k) if k}
+    changes |= {f"{n} experts for a token": {"router": ("top_k", n)} for n in (1, k - 1, k + 1, 2 * k) if n}
     changes |= {f"norm_topk_prob={on}": {"router": ("norm_topk_prob", on)} for on in (True, False)}
-    for layer, (text, change) in product((None, *layers), changes.items()):
-        yield Hypothesis("routing", text, {**change, "layer": layer})
-
-
-def _exchanged(a: int, b: int, num_experts: int) -> list[int]:
-    """Return the order of experts in which two are exchanged, if there are both."""
-    return [{a: b, b: a}.get(x, x) if b < num_experts else x for x in range(num_experts)]
+    found = [Hypothesis("routing", text, change) for text, change in changes.items()]
+    for expert, odds in product(first, (0.0, 0.1, 0.3, 3.0, 10.0)):
+        text = f"expert {expert} {{odds:.4g}} times as likely"
+        found.append(Hypothesis("routing", text, {"expert": expert, "odds": odds}, times("odds")))
+    for layer, each in product((None, *layers), found):
+        yield each._replace(changes={**each.changes, "mixture": layer})
 
 
 def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:
     """Yield other tokens before the model's own: encoded again, rendered otherwise, or cut."""
 
-    def encode(text: str) -> Ids:
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
+    def encode(text: str, **options: bool) -> Ids:
+        return tuple(tokenizer.encode(text, add_special_tokens=False, **options))
 
     def decode(ids: Ids) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -170,35 +224,32 @@ def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:
         ids = encode(decode((*before, *own)))
         return ids[: len(before)], (*ids[len(before) :], *own)[: len(own)]
 
-    def rendered_by(render: Callable[[str], str]) -> Callable[[Ids], Ids]:
-        return lambda ids: encode(render(decode(ids)))
-
     yield Hypothesis("re-tokenisation", "with the text before encoded again", {"before": lambda x: encode(decode(x))})
     yield Hypothesis("re-tokenisation", "with the whole text encoded again", {"own": whole})
     special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
     edits: dict[str, Callable[[Ids], Ids]] = {
         "without special tokens": lambda x: tuple(token for token in x if token not in special),
+        "with special tokens as text": lambda x: encode(decode(x), split_special_tokens=True),
         "without white space at its end": lambda x: encode(decode(x).rstrip()),
     }
-    for extra in (*((token,) for token in special[:MAX_SPECIAL]), encode("\n"), encode(" ")):
+    texts = ("\n", " ", "\n\n", "<think>\n", "<think>\n\n</think>\n\n")
+    for extra in (*((token,) for token in special[:MAX_SPECIAL]), *map(encode, texts)):
         edits[f"with {decode(extra)!r} before it"] = partial(add, extra)
-        edits[f"with {decode(extra)!r} after it"] = partial(add_after, extra)
-    for count in (*range(1, 9), 16, 32, 64):
+        edits[f"with {decode(extra)!r} after it"] = lambda x, extra=extra: (*x, *extra)  # type: ignore[misc]
+    for count in (*range(1, 17), 32, 64):
         edits[f"without its last {count} tokens"] = itemgetter(slice(-count))
         edits[f"without its first {count} tokens"] = itemgetter(slice(count, None))
     for first, last in product(range(MAX_PARTS), repeat=2):
         edits[f"without parts {first} to {last}"] = partial(_without_parts, special=special, first=first, last=last)
     for text, render in renderings(tokenizer).items():
-        edits[f"rendered {text}"] = rendered_by(render)
+        edits[f"rendered {text}"] = lambda x, render=render: encode(render(decode(x)))  # type: ignore[misc]
     prompts = {span.before for span in case.spans}
+    seen = {tuple(prompts)}
     for text, edit in edits.items():
-        if any(edit(before) != before for before in prompts):
-            yield Hypothesis("template", f"with the prompt {text}", {"before": edit})
-
-
-def add_after(extra: Ids, ids: Ids) -> Ids:
-    """Return ids with further ones after them."""
-    return (*ids, *extra)
+        made = {before: edit(before) for before in prompts}
+        if tuple(made.values()) not in seen:
+            seen.add(tuple(made.values()))
+            yield Hypothesis("template", f"with the prompt {text}", {"before": made.__getitem__})
 
 
 def _without_parts(ids: Ids, special: list[int], first: int, last: int) -> Ids:
@@ -210,30 +261,18 @@ def _without_parts(ids: Ids, special: list[int], first: int, last: int) -> Ids:
 def renderings(tokenizer: Any) -> dict[str, Callable[[str], str]]:
     """Return other ways to render a prompt of one message of a user, with the words for each."""
 
-    def around(*system: str, **options: Any) -> list[str]:
+    def around(*system: str) -> list[str]:
         chat = [*({"role": "system", "content": text} for text in system), {"role": "user", "content": ""}]
-        return template.around(chat, len(system), **{"add_generation_prompt": True, **options})
-
-    def again(form: list[str], text: str) -> str:
-        message, is_found, rest = text.removeprefix(head).partition(tail)
-        return message.join(form) + rest if is_found and text.startswith(head) else text
+        return ChatTemplate(tokenizer).around(chat, len(system), add_generation_prompt=True)
 
     if not has_chat_template(tokenizer):
         return {}
-    template = ChatTemplate(tokenizer)
     try:
         head, tail = around()
-        forms = {
-            "without the generation prompt": around(add_generation_prompt=False),
-            "with enable_thinking=false": around(enable_thinking=False),
-            "by no template": ["", ""],
-            "twice": [head * 2, tail * 2],
-            "with an empty system message": around(""),
-            "with a system message": around("You are a helpful assistant."),
-        }
+        forms = {"by no template": ["", ""], "with a system message": around("You are a helpful assistant.")}
     except (TemplateRefusal, ValueError):  # the template refuses, or writes the message twice
         return {}
-    return {text: partial(again, form) for text, form in forms.items() if tail and len(form) == 2}
+    return {text: lambda x, to=to: x.replace(head, to[0], 1).replace(tail, to[1], 1) for text, to in forms.items()}  # type: ignore[misc]
 
 
 def sampled_tokens(case: Case, reference: Reference, side: str) -> Hypothesis:

@@ -3,32 +3,35 @@
 It shares no code with the forward passes of engine and trainer. A setting names the points in which it deviates from an
 honest computation. So two hypotheses on different points combine. Its keys:
 
-    weights, part, amount       saved step whose weights compute; beginning of the names of those parameters; how far
-                                they go from the honest weights
-    dtype, stored               dtype of the computation; dtype to which matrices are rounded, and what has a scale
+    weights, amount             saved step whose weights compute; the share of the honest weights that is left
+    stored, parts               dtype to which matrices are rounded, and what has a scale; the parameters that deviate
+    dtype, cached               dtype of the computation; like `stored`, of keys and values
     before, own                 functions of the tokens before the model's own, and of both
-    position, stretch, theta    function of positions and of the model's first place; factors of positions, and of the
-                                base of the rotary frequencies
-    scale, window, is_causal, is_tiled, is_split    the attention; is_tiled: query heads take key heads in turns, not in
-                                blocks; is_split: the model's tokens do not see those before them
-    router, choice, order       an attribute of routers and its value; function of the chosen experts [rows, tokens,
-                                layers, K]; function of their number that returns which expert stands in which place
-    layer                       the only layer whose attention or routing deviates
+    position, shift             function of positions and of the model's first places; added to the model's positions
+    stretch, theta              factors of positions, and of the base of the rotary frequencies
+    scale, window, is_causal    factor of the scores; positions that a query sees; whether later tokens are hidden
+    heads, hidden               function of the key head of each query head; first tokens that later tokens do not see
+    router, choice              an attribute of routers and its value; function of the chosen experts [tokens, K]
+    order, expert, odds         the expert whose score each expert takes; an expert, and the factor of its odds
+    layer, mixture              the only layer whose attention deviates, and whose routing
     code                        side whose code in this process computes
     temperature, top_p, top_k   how log-probabilities are made of logits
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
 from rlite.assembly.why.activations import Activations, Difference, first_difference, keep, watching
@@ -36,8 +39,8 @@ from rlite.assembly.why.evidence import MAX_LENGTH, Case, Span
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import ATTENDED, ROTATED, See
 from rlite.backends.embedded.worker import EmbeddedWorker
-from rlite.backends.models.experts import experts_of, use_implementation
-from rlite.backends.models.replay import LAYER, Replay, routing_shape
+from rlite.backends.models.experts import block_of, experts_of, use_implementation
+from rlite.backends.models.replay import LAYER, routing_shape
 from rlite.errors import ConfigError, DataError
 from rlite.nn.pretrained import load_config, load_tokenizer, make_model, real_tensors
 from rlite.types import GenerationHyperparameters, SequenceRequest
@@ -47,12 +50,39 @@ NAME = "rlite_reference"
 SAMPLING = ("temperature", "top_p", "top_k")
 OF_CODE = {"code", "weights", *SAMPLING}
 """keys of a setting that code in this process can follow"""
-OF_WEIGHTS = ("weights", "part", "amount", "dtype", "stored", "order", "layer")
-ROUTER = r"(gate|router)\.weight$"
+OF_WEIGHTS = ("weights", "amount", "stored", "parts", "dtype")
 LEAST_LOGIT = -1e4
 """logit of a token that the engine must not sample"""
 _CURRENT: ContextVar[tuple[Setting, Tensor, Tensor, See | None]] = ContextVar("current")
 """setting, lengths of the rows, places of the model's first tokens, and observer of the forward pass under way"""
+
+
+def labels(name: str) -> tuple[str, str]:
+    """Return the layer and the module of a parameter; outside of layers, the parameter is the first label."""
+    found = re.match(r"(.*?layers\.\d+)\.(.*?)(\.weight)?$", name)
+    return (name, "outside of layers") if found is None else (found[1], found[2])
+
+
+class Parts(NamedTuple):
+    """Some of the model's parameters: some modules of some layers."""
+
+    chosen: frozenset[str]
+    """labels; a parameter is meant if both of its labels are here"""
+    layers: frozenset[str]
+    """all first labels"""
+    modules: frozenset[str]
+    """all second labels"""
+
+    def __str__(self) -> str:
+        groups = [group for group in (self.layers, self.modules) if not group <= self.chosen]
+        names = ", ".join(sorted(label for group in groups for label in group & self.chosen))
+        return f", in {names} alone" if groups else ""
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the only layer."""
+        numbers = [LAYER.findall(f"{label}.") for label in self.layers & self.chosen]
+        return int(numbers[0][0]) if len(numbers) == 1 and numbers[0] else None
 
 
 def attend(
@@ -81,16 +111,18 @@ def attend(
     get = (setting if setting.get("layer") in (None, module.layer_idx) else dict[str, Any]()).get
     name, show = f"model.layers.{module.layer_idx}.", see or (lambda *_: None)
     show(name + ROTATED, *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))
-    heads, tokens = torch.arange(query.shape[1]), torch.arange(query.shape[2])
-    order = heads % key.shape[1] if get("is_tiled") else heads * key.shape[1] // len(heads)
+    if (cached := get("cached")) is not None:
+        key, value = _rounded(key, *cached), _rounded(value, *cached)
+    tokens, heads = torch.arange(query.shape[2]), torch.arange(query.shape[1]) * key.shape[1] // query.shape[1]
+    heads = get("heads", Tensor.long)(heads)
     distance = tokens[:, None] - tokens
     seen = (tokens < lengths[:, None, None, None]) & ((distance >= 0) if get("is_causal", True) else True)
     seen = seen & (distance < min(asked.get("sliding_window") or len(tokens), get("window", len(tokens))))
-    if get("is_split"):
-        seen = seen & ~((tokens < starts[:, None, None, None]) & (tokens[:, None] >= starts[:, None, None, None]))
-    scores = query @ key[:, order].mT * (scaling * get("scale", 1.0))
+    first = starts[:, None, None, None].clamp(max=get("hidden", 0))
+    seen = seen & ~((tokens < first) & (tokens[:, None] >= first))
+    scores = query @ key[:, heads].mT * (scaling * get("scale", 1.0))
     weights = scores.masked_fill(~(seen | (distance == 0)), float("-inf")).softmax(-1, torch.float32)
-    output = (weights.to(value.dtype) @ value[:, order]).transpose(1, 2).contiguous()
+    output = (weights.to(value.dtype) @ value[:, heads]).transpose(1, 2).contiguous()
     show(name + ATTENDED, output.flatten(0, 1).flatten(1))
     return output, None
 
@@ -113,9 +145,8 @@ class Reference:
         self.model.set_attn_implementation(NAME)
         self.tokenizer: Any = load_tokenizer(case.model_name)
         self.shape = routing_shape(self.model)
-        self.mixtures = [int(LAYER.findall(name)[0]) for name in experts_of(self.model)]
-        """numbers of the layers with experts"""
-        self._replay = None if self.shape is None else Replay(self.model, self.shape)
+        self.mixtures = {int(LAYER.findall(name)[0]): block_of(self.model, name) for name in experts_of(self.model)}
+        """router and experts of the layers with experts"""
         self._loaded: Setting = {}
         self.exact = 0
         """saved step with the weights of an honest computation"""
@@ -130,60 +161,37 @@ class Reference:
             see: called with the activations of the modules.
         """
         if "code" in setting:
-            is_engine = setting["code"] == "engine"
-            logits = self.serve(setting, spans)["lm_head"][0].float() if is_engine else self._trained(setting, spans)
-            return logits, torch.tensor([token for span in spans for token in span.ids])
+            [logits] = (self.serve if setting["code"] == "engine" else self.train)(setting, spans)["logits"]
+            return logits.float(), torch.tensor([token for span in spans for token in span.ids])
         self._load(setting)
         pairs = [(setting.get("before", tuple)(span.before) or span.before[:1], span.ids) for span in spans]
         pairs = [setting["own"](*pair) if "own" in setting else pair for pair in pairs]
         tokens, lengths = padded([(*before, *own) for before, own in pairs])
-        places = torch.arange(tokens.shape[1]).repeat(len(pairs), 1)
-        if "position" in setting:
-            places = torch.stack(
-                [setting["position"](own, len(pair[0])) for own, pair in zip(places, pairs, strict=True)]
-            )
         starts = torch.tensor([len(before) for before, _ in pairs])
+        places = torch.arange(tokens.shape[1]).repeat(len(pairs), 1)
+        places = (places + setting.get("shift", 0) * (places >= starts[:, None])).clamp(min=0)
+        if "position" in setting:
+            places = setting["position"](places, starts[:, None])
         mark = _CURRENT.set((setting, lengths, starts, see))
         try:
             with self._deviating(setting), watching(self.model, see):
-                logits = self._forward(setting, tokens, places * setting.get("stretch", 1))
+                places = places * setting.get("stretch", 1)
+                logits = self.model(input_ids=tokens, position_ids=places, use_cache=False).logits
         finally:
             _CURRENT.reset(mark)
         parts = [own[len(pair[0]) - 1 : sum(map(len, pair)) - 1] for own, pair in zip(logits, pairs, strict=True)]
         return torch.cat(parts).float(), torch.tensor([token for _, own in pairs for token in own])
 
-    def _forward(self, setting: Setting, tokens: Tensor, positions: Tensor) -> Tensor:
-        def computed() -> Tensor:
-            return self.model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-
-        if "choice" not in setting or self._replay is None or self.shape is None:
-            return computed()
-        with self._replay.recording():
-            computed()
-            chosen = torch.stack(self._replay.chosen or [], dim=1)
-        given = setting["choice"](chosen.unflatten(0, tokens.shape)).flatten(0, 1)
-        layers = torch.tensor(self.mixtures)[:, None]
-        kept = given.masked_fill(layers != setting["layer"], -1) if setting["layer"] is not None else given
-        with self._replay.replaying(kept):
-            return computed()
-
     def weights(self, setting: Setting) -> dict[str, Tensor]:
         """Return the weights of a setting."""
-        state = self._case.states[self.exact]
-        if "weights" in setting:
-            other, part, amount = (
-                self._case.states[setting["weights"]],
-                setting.get("part", ""),
-                setting.get("amount", 1.0),
-            )
-            state = {k: x.lerp(other[k], amount) if k.startswith(part) else x for k, x in state.items()}
-        if "order" in setting:
-            layers = self.mixtures if setting["layer"] is None else [setting["layer"]]
-            names = [name for name in state for layer in layers if re.search(rf"layers\.{layer}\..*{ROUTER}", name)]
-            state = {**state, **{name: state[name][setting["order"](len(state[name]))] for name in names}}
-        if (stored := setting.get("stored")) is not None:
-            state = {name: _rounded(x, *stored) if x.dim() > 1 else x for name, x in state.items()}
-        return state
+        state, found = self._case.states[self.exact], dict[str, Tensor]()
+        other, parts = self._case.states[setting.get("weights", self.exact)], setting.get("parts")
+        for name, own in state.items():
+            if parts is None or {*labels(name)} <= parts.chosen:
+                own = other[name].lerp(own, setting["amount"]) if "amount" in setting else other[name]
+                own = _rounded(own, *setting["stored"]) if "stored" in setting and own.dim() > 1 else own
+            found[name] = own
+        return found
 
     def _load(self, setting: Setting) -> None:
         key = {"exact": self.exact, **{name: setting[name] for name in OF_WEIGHTS if name in setting}}
@@ -196,21 +204,24 @@ class Reference:
     @contextmanager
     def _deviating(self, setting: Setting) -> Iterator[None]:
         """Change rotary frequencies and routers inside the block."""
+        blocks = [block for layer, block in self.mixtures.items() if setting.get("mixture") in (None, layer)]
+        children = [child for block in blocks for child in block.children()]
+        size = self.shape.num_experts if self.shape else 0
+        weights = [own for child in children for own in child.parameters(recurse=False) if len(own) == size]
         changes: list[tuple[Any, str, Any]] = []
-        routers = [module for module in self.model.modules() if hasattr(module, "top_k")]
         if "router" in setting:
-            chosen = [
-                x for number, x in zip(self.mixtures, routers, strict=False) if setting["layer"] in (None, number)
-            ]
-            changes += [(module, *setting["router"]) for module in chosen]
-        for module in self.model.modules() if "theta" in setting else ():
-            if isinstance(own := getattr(module, "inv_freq", None), Tensor):
-                changes.append((module, "inv_freq", own * setting["theta"] ** -torch.linspace(0, 1, len(own) + 1)[:-1]))
+            name, value = setting["router"]
+            changes = [(part, name, value) for block in blocks for part in block.modules() if name in vars(part)]
+        for name, own in self.model.named_buffers() if "theta" in setting else ():
+            if name.endswith(".inv_freq"):
+                module, powers = self.model.get_submodule(name[: -len(".inv_freq")]), torch.linspace(0, 1, len(own) + 1)
+                changes.append((module, "inv_freq", own * setting["theta"] ** -powers[:-1]))
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         try:
             for change in changes:
                 setattr(*change)
-            yield
+            with _Routers(setting, weights) if {"order", "odds", "choice"} & setting.keys() else nullcontext():
+                yield
         finally:
             for change in before:
                 setattr(*change)
@@ -242,6 +253,7 @@ class Reference:
         def see(name: str, *values: Tensor) -> None:
             keep(found, name, *values)
             if name == "lm_head":  # the recorded token is the one to sample
+                keep(found, "logits", *values)
                 values[0].fill_(LEAST_LOGIT)
                 values[0][..., next(forced)] = 0
 
@@ -253,13 +265,21 @@ class Reference:
                 raise DataError(f"the engine refuses a recorded sequence: {error}")
         return found
 
-    def _trained(self, setting: Setting, spans: Sequence[Span]) -> Tensor:
-        """Return the trainer's logits; it computes all spans at once."""
+    def train(self, setting: Setting, spans: Sequence[Span]) -> Activations:
+        """Return the activations of the trainer, which computes the spans in one pack, and the logits of their tokens.
+
+        Args:
+            setting: whose weights compute.
+            spans: the spans.
+        """
         self._case.load(setting.get("weights", self.exact))
-        ids, lengths = padded([(*span.before, *span.ids) for span in spans])
-        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-        logits = self._case.trainer.forward({"input_ids": ids, "attention_mask": mask}, _logits)
-        return torch.cat([own[len(s.before) - 1 :][: len(s.ids)] for own, s in zip(logits, spans, strict=True)])
+        rows = [torch.tensor((*span.before, *span.ids[:-1])) for span in spans]
+        places, sizes = [torch.arange(len(row)) for row in rows], torch.tensor([0, *map(len, rows)])
+        pack: dict[str, Any] = {"input_ids": torch.cat(rows), "position_ids": torch.cat(places)}
+        pack |= {"cu_seqlens": sizes.cumsum(0).int(), "max_seqlen": int(sizes.max())}
+        [found] = self._case.trainer.activations(pack)
+        own = [each >= len(span.before) - 1 for each, span in zip(places, spans, strict=True)]
+        return {**found, "logits": [found["logits"][0][torch.cat(own)]]}
 
     @torch.inference_mode()
     def difference(self, side: str, setting: Setting, span: Span) -> Difference | None:
@@ -271,21 +291,40 @@ class Reference:
             span: the sequence.
         """
         ids = (*span.before, *span.ids[:-1])
-        weights = {name: setting[name] for name in ("weights", "part", "amount") if name in setting}
+        weights = {"weights": setting.get("weights", self.exact)}
         exact, coarse = Activations(), Activations()
         for found, dtype in ((exact, torch.float32), (coarse, self._case.dtype)):
             self.logits({**weights, "dtype": dtype}, [Span(ids[:1], ids[1:], 0, {})], partial(keep, found))
-        if side == "engine":
-            return first_difference(self.serve(weights, [span]), exact, coarse)
-        self._case.load(setting.get("weights", self.exact))
-        pack: dict[str, Any] = {"input_ids": torch.tensor(ids * 2), "position_ids": torch.arange(len(ids)).repeat(2)}
-        pack |= {"cu_seqlens": torch.tensor([0, len(ids), 2 * len(ids)], dtype=torch.int32), "max_seqlen": len(ids)}
-        [found] = self._case.trainer.activations(pack)
+        found = self.serve(weights, [span]) if side == "engine" else self.train(weights, [span, span])
         return first_difference(found, exact, coarse)
 
 
-def _logits(logits: Tensor, data: Mapping[str, Any]) -> Tensor:
-    return logits.float()
+class _Routers(TorchFunctionMode):
+    """A mode in which routers score or choose experts otherwise.
+
+    Args:
+        setting: has `order`, `choice`, or `expert` and `odds`.
+        weights: matrices of the routers.
+    """
+
+    def __init__(self, setting: Setting, weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._setting, self._weights, self._is_inside = setting, weights, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Return the result of a function, other scores, or other experts."""
+        setting, result = self._setting, func(*args, **(kwargs or {}))
+        if func is F.linear:
+            self._is_inside = any(args[1] is weight for weight in self._weights)
+            if self._is_inside and "order" in setting:
+                return result[..., setting["order"]]
+            if self._is_inside and "odds" in setting:
+                own = torch.arange(result.shape[-1]) == setting["expert"]
+                return result + own * math.log(max(setting["odds"], 1e-30))
+        if func in (torch.topk, Tensor.topk) and self._is_inside and "choice" in setting:
+            chosen = setting["choice"](result.indices)
+            return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+        return result
 
 
 def padded(sequences: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
@@ -294,13 +333,13 @@ def padded(sequences: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
     return rows, torch.tensor([len(ids) for ids in sequences])
 
 
-def _rounded(matrix: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
-    """Return a matrix after a visit in a dtype of 8 bits, whose range each row, or the matrix, uses to the full."""
+def _rounded(values: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
+    """Return values after a visit in a dtype of 8 bits, whose range each row, or the matrix, uses to the full."""
     most = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
-    largest = matrix.abs().amax(-1, keepdim=True) if scaled == "row" else matrix.abs().max()
-    scale = largest.clamp(min=1e-12) / most
-    values = matrix / scale
-    return (values if dtype.is_floating_point else values.round()).to(dtype).to(matrix.dtype) * scale
+    largest = {"nothing": torch.tensor(float(most)), "row": values.abs().amax(-1, keepdim=True)}
+    scale = largest.get(scaled, values.abs().max()).clamp(min=1e-12) / most
+    kept = (values / scale).clamp(-most, most)
+    return (kept if dtype.is_floating_point else kept.round()).to(dtype).to(values.dtype) * scale
 
 
 def label_logprobs(logits: Tensor, labels: Tensor, setting: Setting) -> Tensor:
