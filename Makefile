@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+LOWEST_VENV ?= .venv-lowest
 MOCK_VENV ?= .venv-mock
 # Where torch comes from. Empty: the CPU build, from the index that pip is configured with if that has it, else from
 # PyTorch's own. For a GPU, say, RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130
@@ -24,7 +25,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast test-vllm test-harness test-doors test-transformers test-triton nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help wheel wheel-check release-files test-lowest quickstart test test-fast test-vllm test-harness test-doors test-transformers test-triton nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -71,11 +72,17 @@ test-transformers: $(VENV)/.installed  ## tests of models with another release o
 		"$$(sed -n 's/^Requires-Dist: \(huggingface-hub[^;]*\).*/\1/p' $(OTHER)/transformers-*.dist-info/METADATA | head -n 1)"
 	PYTHONPATH=$(OTHER) $(PYTEST) -m "not nightly" tests/unit/backends/models tests/unit/nn
 
+test-lowest: $(LOWEST_VENV)/.installed  ## quick tests with the oldest releases that pyproject.toml allows, and PyPI's build of torch
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(LOWEST_VENV)/bin/python -m pytest $(DEALT) -m "not slow and not nightly" \
+		--hypothesis-profile=quick tests $(addprefix --ignore=tests/,architecture browser integration peers release vllm)
+
 # each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
 NIGHTLY = comparison_intervals audit_mutations hostile_models chaos chaos_jobs architectures
 nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
 	@failed=; $(PYTEST) -m "nightly or hypothesis" tests || failed=tests; \
 	$(MAKE) test-vllm MARKS=nightly || failed="$$failed vllm"; \
+	$(MAKE) wheel-check || failed="$$failed wheel-check"; \
+	$(MAKE) test-lowest || failed="$$failed test-lowest"; \
 	for version in $(TRANSFORMERS); do \
 		$(MAKE) test-transformers VERSION=$$version || failed="$$failed transformers-$$version"; \
 	done; \
@@ -105,6 +112,26 @@ static: $(VENV)/.installed  ## formatting, lint, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+VERSION_OF_RLITE := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+DIST ?= dist
+WHEEL = $(DIST)/rlite-$(VERSION_OF_RLITE)-py3-none-any.whl
+# the wheel is built from the unpacked sdist, so that neither needs what only a checkout has
+wheel: $(VENV)/.installed  ## sdist and wheel, in dist/
+	$(BIN)/python -m hatchling build --directory $(DIST) --target sdist
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) $(DIST)/rlite-$(VERSION_OF_RLITE).tar.gz
+
+# CHECK_PYTHON: the interpreter that the wheel is installed for
+CHECK_PYTHON ?= $(PYTHON)
+wheel-check: wheel  ## the wheel in an empty environment outside of the checkout: a smoke test, and the quickstart
+	unset PYTHONPATH; scratch=$$(mktemp -d) && trap "rm -rf $$scratch" EXIT && $(CHECK_PYTHON) -m venv $$scratch/venv \
+		&& { $(call install_torch,$$scratch/venv); } \
+		&& $$scratch/venv/bin/pip install --quiet --no-compile -c constraints-cpu.txt "$(WHEEL)[quickstart]" \
+		&& cp tests/release/smoke.py $$scratch && cd $$scratch && export PYTHONNOUSERSITE=1 HF_HUB_OFFLINE=1 \
+		&& venv/bin/python smoke.py && venv/bin/rlite quickstart
+
+release-files: $(VENV)/.installed  ## write CITATION.cff, SECURITY.md and the links of issue templates from pyproject.toml
+	$(BIN)/python -m tools.release_files
+
 core: $(VENV)/.installed  ## files that one GRPO step enters, in the order of use
 	@$(BIN)/python -m benchmarks.core_path
 
@@ -123,7 +150,7 @@ bench-vllm-env: $(VLLM_VENV)/.installed  ## .venv-vllm: the real vLLM on CPU, fo
 bench-trl-env: .venv-trl/.installed  ## .venv-trl: TRL, for benchmarks/peers/trl_grpo.py
 
 clean:  ## remove every environment and cache that make made
-	rm -rf $(VENV) $(VLLM_VENV) $(MOCK_VENV) .venv-trl .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(MOCK_VENV) .venv-trl $(DIST) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # $(call install_torch,VENV): the CPU build carries the suffix +cpu on Linux and none elsewhere
 ifeq ($(RLITE_TORCH_INDEX),)
@@ -171,6 +198,13 @@ $(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.
 	$(call install_torch,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps --no-compile -r benchmarks/peers/requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+# the bounds of the dependencies of rlite itself; the rest is what pip finds beside them
+$(LOWEST_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	sed -n '/^dependencies = \[/,/^\]/s/^ *"\([^>]*\)>=\([^"]*\)".*/\1==\2/p' pyproject.toml > $(LOWEST_VENV)/constraints.txt
+	$(LOWEST_VENV)/bin/pip install --quiet --no-compile -c $(LOWEST_VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
 # the CUDA build, whatever pip prefers: PyPI's wheel has no suffix in its version, which === demands

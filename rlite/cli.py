@@ -44,7 +44,11 @@ Help
   COMMAND --config FILE.yaml    options from a file; key=value takes precedence
   TRAINER --import my_code.py   losses, advantages, rewards, workflows and callbacks that a file registers
   schema COMMAND                JSON schema of a command's yaml files, for editors
+  completion SHELL              completion of commands, keys and values for bash or zsh: eval "$(rlite completion bash)"
   --version                     the version
+
+doctor, env check, plan, status and eval print one JSON value with --json. Exit status (docs/commands.md): 0 done, 1 an
+error or a failed check, 130 Ctrl-C, 143 SIGTERM, 141 the reader of the output is gone.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import rlite
@@ -105,14 +109,13 @@ SIMILAR = {"chat": "generate", "complete": "generate", "infer": "generate", "tra
 def main() -> None:
     """Run the command named by the first argument; errors of ours end it with one readable message."""
     command, *arguments = sys.argv[1:] or ["--help"]
-    if command in ("-h", "--help"):
-        print(__doc__)
-    elif command == "--version":
-        print(rlite.__version__)
-    elif command == "schema":
-        run(command, print_schema, arguments)
+    printed = {"-h": __doc__, "--help": __doc__, "--version": rlite.__version__}
+    if command in printed:
+        run(command, lambda arguments: print(printed[command]), arguments)
+    elif command in DESCRIBING:
+        run(command, DESCRIBING[command], arguments)
     elif command not in COMMANDS:
-        known = [SIMILAR[command]] if command in SIMILAR else [*COMMANDS, "schema"]
+        known = [SIMILAR[command]] if command in SIMILAR else [*COMMANDS, *DESCRIBING]
         sys.exit(f"rlite: unknown command {command!r}; {did_you_mean(SIMILAR.get(command, command), known)}")
     else:
         chosen = COMMANDS[command]
@@ -132,6 +135,16 @@ def print_schema(arguments: Sequence[str]) -> None:
         hint = did_you_mean(" ".join(arguments), COMMANDS)
         raise ConfigError(f"{' '.join(['schema', *arguments])}: expected one command; {hint}")
     print(json.dumps(config.schema(COMMANDS[arguments[0]].find_options()), indent=2))
+
+
+def print_completion(arguments: Sequence[str]) -> None:
+    """Print the program by which a shell completes commands, keys and values."""
+    options = {name: command.find_options() for name, command in COMMANDS.items()}
+    importlib.import_module("rlite.assembly.commands.completion").main(arguments, options, [*DESCRIBING])
+
+
+DESCRIBING: Mapping[str, Callable[[Sequence[str]], None]] = {"schema": print_schema, "completion": print_completion}
+"""commands that describe the others"""
 
 
 if __name__ == "__main__":

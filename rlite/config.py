@@ -100,6 +100,8 @@ class Options(BaseModel):
     """arguments of a typical call, which `--help` shows"""
     help_first: ClassVar[tuple[str, ...]] = ()
     """keys that `--help` lists before the groups, after the required keys"""
+    prints_json: ClassVar[bool] = False
+    """true if the command returns an `output.Result`, which `--json` prints"""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -292,7 +294,8 @@ def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
     required = [path for path in _required(cls) if f"{path}.".startswith(of_required)]
     name, own_code = f"{command} " if command else "", "[--import FILE.py]..." if IMPORTS in cls.model_fields else ""
-    forms = filter(None, [cls.help_arguments, "[--config FILE.yaml]...", own_code, "[key=value]..."])
+    as_json = "[--json]" if cls.prints_json else ""
+    forms = filter(None, [cls.help_arguments, as_json, "[--config FILE.yaml]...", own_code, "[key=value]..."])
     usage = [f"usage: {name}{' '.join(forms)}"]
     if cls.preset_of:
         changed = [f"{path}={_show(to_container(value))}" for path, value in _preset_values(cls).items()]
@@ -321,6 +324,22 @@ def _preset_values(cls: type[Options]) -> dict[str, Any]:
     """Return the defaults in which a preset differs from the options of its base class, by key."""
     before = {path: value for path, _, value in _keys(cls.__mro__[1])} if cls.preset_of else {}
     return {path: value for path, _, value in _keys(cls) if path in before and value != before[path]}
+
+
+def choices(cls: type[Options]) -> dict[str, list[str]]:
+    """Return the values of each key, as arguments, if its type enumerates them; else [].
+
+    Args:
+        cls: the config's class.
+    """
+    return {path: _enumerated(option.annotation) for path, option, _ in _keys(cls)}
+
+
+def _enumerated(hint: Any) -> list[str]:
+    kinds = _kinds(hint)
+    values = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    values += [True, False] if bool in kinds else []
+    return [_show(value) for value in (*values, *([None] if values and types.NoneType in kinds else []))]
 
 
 def schema(cls: type[Options]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from rlite import output
 from rlite.errors import ConfigError, UnknownOptionError, did_you_mean
 
 ENTRY = "NAME"
@@ -16,7 +17,7 @@ ENTRY = "NAME"
 
 def wrapped(line: str) -> list[str]:
     """Return the lines of a long line."""
-    return textwrap.wrap(line, 116, subsequent_indent="    ")
+    return textwrap.wrap(line, output.columns(116), subsequent_indent="    ")
 
 
 def text(
@@ -70,7 +71,7 @@ def described(key: str, default: str, kind: str, sentence: str) -> str:
         kind: its type and limits in words.
         sentence: its meaning.
     """
-    lines = textwrap.wrap(sentence, 112, initial_indent="    ", subsequent_indent="    ")
+    lines = textwrap.wrap(sentence, output.columns(112), initial_indent="    ", subsequent_indent="    ")
     return "\n".join([f"{key}={default}  ({kind})", *lines])
 
 

@@ -11,13 +11,15 @@ Check that the files and folders that a command's options name exist.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rlite import config, errors
+from rlite import config, errors, output
 from rlite.config import Options
 from rlite.data.readers.tables import check_exists
 from rlite.errors import ConfigError, DataError, RliteError, why_not_written
@@ -28,7 +30,7 @@ from rlite.rollout.environments.file import code_file, contract_of
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import record
 from rlite.trainer.options import AnnouncedOptions
-from rlite.trainer.run.interruption import INTERRUPTION, Terminated
+from rlite.trainer.run.interruption import INTERRUPTION, NOT_BEGUN, Terminated
 from rlite.yaml_texts import flat
 
 OF_MODELS = ("model_name", "model", "other", "base_model")
@@ -73,10 +75,16 @@ FINAL = (ConfigError, DataError, errors.UnknownOptionError, errors.DivergedError
 """errors that the same command would repeat"""
 
 
+AS_JSON = "--json"
+
+
 def start(
     name: str, module: str, options: type[config.Options], arguments: Sequence[str], function: str = "main"
 ) -> None:
     """Print the help of a command, or run the command.
+
+    With `--json`, the standard output gets the JSON of the command's `output.Result` alone, and the standard error gets
+    the text.
 
     Args:
         name: name of the command.
@@ -86,13 +94,9 @@ def start(
         function: name of the command's function in the module.
     """
 
-    def main(arguments: Sequence[str]) -> None:
+    def main(arguments: Sequence[str]) -> Any:
         if (topic := help_topic(arguments)) is not None:
-            text = config.describe(options, topic, f"rlite {name}")
-            try:
-                print(text, flush=True)
-            except BrokenPipeError:  # a reader such as `head` may want only the beginning
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+            print(config.describe(options, topic, f"rlite {name}"))
             return
         if issubclass(options, AnnouncedOptions):
             with config.quick_checks():  # the module's own `load` makes the others
@@ -102,9 +106,16 @@ def start(
                 check_named_files(chosen)
                 if headline := chosen.headline():
                     print(f"rlite {name}: {headline}; loading torch", flush=True)
-        getattr(importlib.import_module(module), function)(arguments)
+        return getattr(importlib.import_module(module), function)(arguments)
 
-    run(name, main, arguments)
+    def main_as_json(arguments: Sequence[str]) -> output.Result:
+        with redirect_stdout(sys.stderr):
+            result = main([each for each in arguments if each != AS_JSON])
+        print(json.dumps(result.value, indent=2))
+        return result
+
+    is_as_json = options.prints_json and AS_JSON in arguments and help_topic(arguments) is None
+    run(name, main_as_json if is_as_json else main, arguments)
 
 
 def run_module(name: str, options: type[config.Options]) -> NoReturn:
@@ -118,23 +129,35 @@ def run_module(name: str, options: type[config.Options]) -> NoReturn:
     sys.exit()
 
 
-def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
+def run(name: str, main: Callable[[Sequence[str]], Any], arguments: Sequence[str]) -> None:
     """Call `main`; if it fails, end the process with a message.
 
-    The exit status is 1 for an error of rlite, and 130 or 143 for SIGINT or SIGTERM. Any other exception is a defect or
-    comes from other code, and keeps its traceback.
+    The exit status is 1 for an error of rlite, 130 or 143 for SIGINT or SIGTERM, and 141 if the reader of the standard
+    output has closed it. Any other exception is a defect or comes from other code, and keeps its traceback.
 
     Args:
         name: name of the command.
-        main: the command.
+        main: the command. The status of an `output.Result` that it returns ends the process if it is not 0.
         arguments: its arguments.
 
     Raises:
         OSError: not caused by a full disk or a limit.
+        BrokenPipeError: of another pipe than the standard output.
     """
     INTERRUPTION.follow()
+    output.escape_unknown_characters()
     try:
-        main(arguments)
+        result = main(arguments)
+        output.flush()
+        if isinstance(result, output.Result) and result.status:
+            sys.exit(result.status)
+    except BrokenPipeError:
+        if not output.has_lost_reader():
+            raise
+        if INTERRUPTION.advice != NOT_BEGUN:
+            with suppress(OSError):  # the same reader may have read the errors
+                print(f"rlite {name}: ended: its standard output was closed. {INTERRUPTION.advice}", file=sys.stderr)
+        sys.exit(output.LOST_READER)
     except RliteError as error:
         if isinstance(error, FINAL) and not isinstance(error, errors.FolderInUse):
             record.report_final_error(error)
@@ -155,3 +178,4 @@ def run(name: str, main: Callable[[Sequence[str]], None], arguments: Sequence[st
         sys.exit(status)
     finally:
         INTERRUPTION.release()
+        output.finish()

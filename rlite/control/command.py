@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlite.config import Natural, Options, load
 from rlite.control.entry import EVENTS, JobEntry, JobOutput, entries
@@ -20,6 +20,7 @@ from rlite.control.spec import TRAINER, JobSpec, RLRoleType
 from rlite.errors import ConfigError, RliteError, did_you_mean
 from rlite.imports import require
 from rlite.key_value import named
+from rlite.output import Result
 from rlite.runtime.owner import Owner
 from rlite.runtime.storage.texts import FileStore
 from rlite.services.recovery.failover import JobState
@@ -57,6 +58,7 @@ class JobQuery(Options):
 
     help_arguments: ClassVar[str] = "[NAME]"
     help_example: ClassVar[str] = "NAME"
+    prints_json: ClassVar[bool] = True
 
     name: str | None = None
     """name of the job, or the folder of its run (trainer.save_dir); status without it shows all jobs"""
@@ -70,6 +72,7 @@ class StopQuery(JobQuery):
     """A job to end."""
 
     help_arguments: ClassVar[str] = "NAME"
+    prints_json: ClassVar[bool] = False
 
     now: bool = False
     """end a program at once, without a checkpoint"""
@@ -79,6 +82,7 @@ class LogQuery(JobQuery):
     """A job whose logs are printed."""
 
     help_arguments: ClassVar[str] = "NAME [--follow]"
+    prints_json: ClassVar[bool] = False
 
     role: str = ""
     """role whose processes' output is printed: trainer, actor, ...; events for the event log; default: all"""
@@ -133,15 +137,18 @@ def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> 
     server.follow(submission)
 
 
-def status(arguments: Sequence[str]) -> None:
-    """Print stage, roles, devices, restarts and latest events of a job, or of all jobs that are known here."""
+def status(arguments: Sequence[str]) -> Result:
+    """Print stage, roles, devices, restarts and latest events of a job, or of all jobs that are known here.
+
+    Returns:
+        The jobs.
+    """
     query = load(JobQuery, named(arguments, ["name"]))
     if query.name is not None:
         found = _find(query)
-        _show(found.entry.name, found.record, found.handle)
-        return
+        return Result({"jobs": [_show(found.entry.name, found.record, found.handle)]})
     known = entries() if query.address is None else []
-    on_cluster = set()
+    on_cluster, shown = set(), list[dict[str, Any]]()
     with suppress(*([ConfigError] if known else [])):  # the jobs from here may be all
         connect(None, query.address)
         for name in importlib.import_module("rlite.runtime.cluster.ray.fleet").RayStore().names():
@@ -150,21 +157,41 @@ def status(arguments: Sequence[str]) -> None:
                 record = handle.record()
             except RliteError as error:  # the others can be shown
                 print(f"{name}: {error}")
+                shown.append({"name": name, "unreadable": str(error)})
                 continue
             on_cluster.add(record.submission)
-            _show(name, record, handle)
+            shown.append(_show(name, record, handle))
     for entry in known:
         if entry.submission not in on_cluster:
-            stage = "on its cluster" if (kept := _kept(entry)) is None else kept.state.stage
+            stage = None if (kept := _kept(entry)) is None else kept.state.stage
             name = entry.run_folder or entry.name
-            print(f"{entry.name}: {stage}, submitted at {clock(entry.at)}; rlite status {name}")
+            print(f"{entry.name}: {stage or 'on its cluster'}, submitted at {clock(entry.at)}; rlite status {name}")
+            shown.append({"name": entry.name, "stage": stage, "submitted_at": entry.at, "run_folder": entry.run_folder})
+    return Result({"jobs": shown})
 
 
-def _show(name: str, record: JobRecord, handle: JobHandle | None) -> None:
-    orphans = handle.orphans() if handle else []
-    print(describe(name, record, handle.devices() if handle and not orphans and not record.state.has_ended else {}))
+def _show(name: str, record: JobRecord, handle: JobHandle | None) -> dict[str, Any]:
+    """Print the text of `rlite status` for one job.
+
+    Returns:
+        The same as values of JSON.
+    """
+    orphans, state = handle.orphans() if handle else [], record.state
+    devices = handle.devices() if handle and not orphans and not state.has_ended else {}
+    print(describe(name, record, devices))
     if orphans:
         print(f"  {len(orphans)} processes without a master, which `rlite stop {name}` ends")
+    return {
+        "name": name,
+        "stage": state.stage,
+        "trainer_restarts": state.restarts,
+        "job_restarts": state.job_restarts,
+        "report": None if record.report is None else asdict(record.report),
+        "devices": devices,
+        "num_orphans": len(orphans),
+        "error": state.error,
+        "events": [asdict(entry) for entry in record.log[-LAST_EVENTS:]],
+    }
 
 
 def logs(arguments: Sequence[str]) -> None:

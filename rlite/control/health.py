@@ -102,7 +102,7 @@ def _status(process: psutil.Process) -> str:
 
 def _is_runnable(stat: Path) -> bool:
     with suppress(OSError):  # the thread has ended
-        return stat.read_text().rpartition(") ")[2].startswith("R")
+        return stat.read_text(encoding="utf-8").rpartition(") ")[2].startswith("R")
     return False
 
 

@@ -147,7 +147,7 @@ def _lock(path: Path, in_use: str) -> TextIO | None:
     held = _held.get(_identity(path.stat()))
     if held is not None and not held._file.closed:  # before the file is opened: its close ends all locks of the process
         raise FolderInUse(in_use)
-    file = path.open("a")
+    file = path.open("a", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

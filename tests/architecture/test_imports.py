@@ -139,6 +139,9 @@ class Terminal:
         if "rlite ppo: MODEL on rows.jsonl, into runs/ppo; loading torch" in text:
             raise Told
 
+    def flush(self):
+        pass
+
 sys.argv, stdout, sys.stdout = ["rlite", *{arguments}], sys.stdout, Terminal()
 try:
     runpy.run_module({program!r}, run_name="__main__")

@@ -139,8 +139,12 @@ def test_two_models_are_compared_and_their_results_can_be_compared_again(
         run(monkeypatch, folder / "of-before", folder / "of-after", f"out={folder}/of-before", "overwrite=true")
     assert (folder / "of-before" / "results.json").read_bytes() == kept
     capsys.readouterr()
-    run(monkeypatch, folder / "of-before", folder / "of-after", "k=2", f"out={folder}/again")
-    printed = capsys.readouterr().out
+    run(monkeypatch, folder / "of-before", folder / "of-after", "k=2", f"out={folder}/again", "--json")
+    value, printed = capsys.readouterr()
+    written = json.loads((folder / "again" / "results.json").read_text())
+    assert json.loads(value) == {"models": written["models"], "comparison": written["comparison"]} | {
+        "folder": f"{folder}/again"
+    }
     assert "\n4 prompts x 3 samples, temperature 1 (the default of samples=3), at most 6 new tokens" in printed
     assert "pass@2" in printed
     assert "pass@3" not in printed

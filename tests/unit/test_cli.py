@@ -73,7 +73,8 @@ def test_help_on_one_group_of_a_command(monkeypatch, capsys):
 def test_help_may_be_read_by_head():
     command = f"{sys.executable} -m rlite.cli ppo --help | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
+    assert done.returncode in (0, 141), "the text may be written before head ends"
     assert done.stdout.startswith("usage: rlite ppo")
 
 

@@ -1,6 +1,6 @@
 """Look at the machine, and try rlite on it.
 
-    rlite doctor [self_test=false executor=vllm]
+    rlite doctor [self_test=false executor=vllm] [--json]
 
 Prints a line for each check as it is done. The exit status is 1 if a check failed.
 """
@@ -13,10 +13,11 @@ import platform
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import psutil
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -26,6 +27,7 @@ from packaging.version import Version
 import rlite
 from rlite import config
 from rlite.config import Options
+from rlite.output import Result, columns
 
 
 class Finding(NamedTuple):
@@ -40,6 +42,13 @@ class Finding(NamedTuple):
         return f"{self.level:<6}  {self.topic:<18}  {self.text}"
 
 
+LAYOUT: dict[str, Any] = {
+    "subsequent_indent": " " * 8,
+    "break_on_hyphens": False,
+    "break_long_words": False,
+    "replace_whitespace": False,
+}
+"""lines below the first one of a finding, on a narrow terminal"""
 GIB = 2**30
 LITTLE_DISK, NO_DISK = 10 * GIB, GIB // 10
 LITTLE_SHARED = GIB
@@ -108,6 +117,7 @@ class DoctorConfig(Options):
     """Options of `rlite doctor`."""
 
     help_example: ClassVar[str] = "executor=vllm"
+    prints_json: ClassVar[bool] = True
 
     self_test: bool = True
     """train and generate with a tiny model"""
@@ -210,8 +220,12 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the findings of the checks; exit with 1 if a check failed."""
+def main(argv: Sequence[str]) -> Result:
+    """Print the findings of the checks.
+
+    Returns:
+        The findings; the exit status is 1 if a check failed.
+    """
     options = config.load(DoctorConfig, argv)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {"versions": check_versions, "packages": check_packages}
     checks |= {"transformers": check_transformers}
@@ -219,24 +233,26 @@ def main(argv: Sequence[str]) -> None:
     if options.self_test:
         module = "rlite.assembly.commands.self_test"  # it imports torch, which a broken installation cannot
         checks["self-test"] = lambda: importlib.import_module(module).check_engines(options.executor)
-    tell((finding for name, check in checks.items() for finding in attempt(name, check)), "all checks passed")
+    return tell((finding for name, check in checks.items() for finding in attempt(name, check)), "all checks passed")
 
 
-def tell(findings: Iterable[Finding], passed: str) -> None:
-    """Print findings as they are made, and end the program if a check failed.
+def tell(findings: Iterable[Finding], passed: str) -> Result:
+    """Print findings as they are made.
 
     Args:
         findings: the findings.
         passed: last line if no check failed.
+
+    Returns:
+        The findings and the topics of the failed ones; the exit status is 1 if there are any.
     """
-    failed = []
+    told = []
     for finding in findings:
-        print(finding, flush=True)
-        failed += [finding.topic] if finding.level == "FAILED" else []
-    if failed:
-        print(f"\n{len(failed)} of the checks failed: {', '.join(failed)}")
-        sys.exit(1)
-    print(f"\n{passed}")
+        print(*textwrap.wrap(str(finding), columns(sys.maxsize), **LAYOUT), sep="\n", flush=True)
+        told.append(finding)
+    failed = [finding.topic for finding in told if finding.level == "FAILED"]
+    print(f"\n{len(failed)} of the checks failed: {', '.join(failed)}" if failed else f"\n{passed}")
+    return Result({"findings": [finding._asdict() for finding in told], "failed": failed}, status=1 if failed else 0)
 
 
 def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:

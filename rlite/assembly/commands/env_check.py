@@ -24,6 +24,7 @@ from rlite.data.source import Source
 from rlite.errors import ConfigError, RliteError
 from rlite.imports import find_function
 from rlite.nn.pretrained import load_tokenizer
+from rlite.output import Result
 from rlite.rollout import GenerationHyperparameters, RolloutWorkflow, ScriptedEngine
 from rlite.rollout.environments.file import CONTRACTS, contract_of
 from rlite.rollout.environments.tool_episodes import ToolEnvironmentWorkflow
@@ -68,11 +69,15 @@ class Played:
     failure: str = ""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the findings; exit with 1 if something is wrong."""
+def main(argv: Sequence[str]) -> Result:
+    """Print the findings.
+
+    Returns:
+        The findings; the exit status is 1 if something is wrong.
+    """
     options = config.load(EnvConfig, EnvConfig.arguments(argv))
     try:
-        tell(check(options), "ready to train on")
+        return tell(check(options), "ready to train on")
     finally:
         close_shared_pool()
 

@@ -14,6 +14,7 @@ class EnvConfig(ImportOptions):
     without_key: ClassVar[tuple[str, ...]] = ("action", "spec")
     help_arguments: ClassVar[str] = "check SPEC"
     help_example: ClassVar[str] = "check game.py data.path=rows.jsonl"
+    prints_json: ClassVar[bool] = True
 
     action: Literal["check"]
     """check, the first argument without a key"""

@@ -168,6 +168,7 @@ class PlanConfig(LayoutOptions, AnnouncedOptions):
     """Options of `rlite plan`."""
 
     help_example: ClassVar[str] = "model_name=Qwen/Qwen3-8B num_devices=8 tp_size=2"
+    prints_json: ClassVar[bool] = True
 
     num_devices: Count
     """devices in the world"""

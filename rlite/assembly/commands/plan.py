@@ -3,6 +3,7 @@
     rlite plan model_name=MODEL num_devices=64 tp_size=8        MODEL: a folder with a config.json, or a hub name
     rlite plan ... optimizer=muon rollout.tp_size=4 rollout.max_model_len=8192 device_memory_gib=80
     rlite plan ... rollout.tp_size=4 reward.rm.model=REWARD_MODEL reward.rm.num_devices=8
+    rlite plan ... --json        sizes in bytes
 
 The model is made on meta and really sharded, over a process group that only pretends; no weight is read.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from rlite.backends.models.mixers import check_not_split, find_mixers
 from rlite.backends.models.stored import transformers_class
 from rlite.engine.registry import registered_executors
 from rlite.errors import ConfigError, RliteError, did_you_mean
+from rlite.output import Result
 from rlite.rollout.rewards.models import check_scorer
 from rlite.rollout.rewards.options import SERVING, RewardOptions
 from rlite.runtime.parallel.dims import ParallelDims
@@ -129,7 +131,31 @@ ADAMW_STATES, MUON_STATES = 2, 1
 """numbers of an optimizer for each parameter"""
 
 
-def plan(options: PlanConfig) -> dict[str, str]:
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Memory of a model on the first device."""
+
+    model: str
+    num_parameters: int
+    remarks: dict[str, str]
+    """remarks by topic: experts, and options that would save memory"""
+    devices: str
+    sizes: dict[str, int]
+    """bytes on the device by their use; sums are named `together`"""
+    not_counted: str = "activations inside one layer, and what the libraries take for themselves"
+
+    def rows(self) -> dict[str, str]:
+        """Return the plan as text by topic."""
+        return {
+            "model": f"{self.model}, {self.num_parameters / 1e9:.2f} B parameters",
+            **self.remarks,
+            "devices": self.devices,
+            **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in self.sizes.items()},
+            "not counted": self.not_counted,
+        }
+
+
+def plan(options: PlanConfig) -> Plan:
     """Return the memory that a model would take on the first device, counted after sharding it on meta.
 
     The other devices hold as much, or a little less. `gathered units` are the largest FSDP unit and the next one, in
@@ -171,13 +197,13 @@ def plan(options: PlanConfig) -> dict[str, str]:
     if shared:
         parts["rewards beside generation, together"] = shared + (0 if rollout is None else rollout.total)
     apart = options.num_devices - options.num_shared
-    return {
-        "model": f"{options.model_name}, {num_parameters / 1e9:.2f} B parameters",
-        **told,
-        "devices": f"{options.num_shared} = {dims}" + (f", and {apart} for rewards" if apart else ""),
-        **{f"{name}, per device": f"{size / 2**30:.2f} GiB ({size} bytes)" for name, size in parts.items()},
-        "not counted": "activations inside one layer, and what the libraries take for themselves",
-    }
+    return Plan(
+        model=options.model_name,
+        num_parameters=num_parameters,
+        remarks=told,
+        devices=f"{options.num_shared} = {dims}" + (f", and {apart} for rewards" if apart else ""),
+        sizes=parts,
+    )
 
 
 def training_memory(options: PlanConfig, module: Any, dims: ParallelDims) -> dict[str, int]:
@@ -275,6 +301,12 @@ def _local_numel(module: torch.nn.Module) -> int:
     return sum(local_tensor(parameter).numel() for parameter in module.parameters())
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print a plan."""
-    ConsoleReporter().report("rlite plan", plan(config.load(PlanConfig, argv)))
+def main(argv: Sequence[str]) -> Result:
+    """Print a plan.
+
+    Returns:
+        The plan, with sizes in bytes.
+    """
+    made = plan(config.load(PlanConfig, argv))
+    ConsoleReporter().report("rlite plan", made.rows())
+    return Result(asdict(made))

@@ -22,7 +22,6 @@ from itertools import chain
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from rlite import config
@@ -38,7 +37,9 @@ from rlite.evaluation.journal import changed_settings
 from rlite.evaluation.metrics import Sample, compare, selection_of, standard_error_of, summary
 from rlite.evaluation.record import write_record
 from rlite.evaluation.sets import Rows
+from rlite.output import Result
 from rlite.rollout.collector.lost_groups import in_a_line
+from rlite.services.console.terminal import TextConsole
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.wording import counted
@@ -48,13 +49,19 @@ SAME = ("questions", "scores", "tasks")
 """settings that two models which are compared must share"""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Evaluate one model or two, print the metrics, and name their folder."""
+def main(argv: Sequence[str]) -> Result:
+    """Evaluate one model or two, print the metrics, and name their folder.
+
+    Returns:
+        Metrics and comparison, as in results.json, and the folder.
+    """
     options = config.load(EvalConfig, EvalConfig.arguments(argv), aliases=EvalConfig.aliases)
-    print_result(evaluate(options))
+    result = evaluate(options)
+    print_result(result)
     if (folder := options.folder) is not None:
         print(f"{folder / RESULTS} holds these results")
         print(f"rlite view {shlex.quote(str(folder))} shows the samples")
+    return Result({**result.to_json(), "folder": None if folder is None else str(folder)})
 
 
 def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> EvaluationResult:
@@ -231,11 +238,10 @@ _PASS_AT_K = re.compile(r"((?:.*/)?)pass@(\d+)")
 
 def print_result(result: EvaluationResult) -> None:
     """Print metrics and comparison."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("metric")
+    console, table = TextConsole(), Table(box=box.SIMPLE_HEAD)
+    table.add_column("metric", overflow="fold")
     for model in result.models:
-        table.add_column(model.name, justify="right")
+        table.add_column(model.name, justify="right", overflow="fold")
     lowest = {name for model in result.models for name, is_higher in model.higher_is_better.items() if not is_higher}
     for name in shown_metrics([model.metrics for model in result.models]):
         label = f"{name} (lower is better)" if name in lowest else name

@@ -101,6 +101,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
     help_arguments: ClassVar[str] = "MODEL [MODEL2] [--data ROWS] [--reward FILE.py:NAME] [--KEY VALUE]..."
     help_example: ClassVar[str] = "runs/grpo --data test.jsonl --reward my.py:correct --samples 16 --out runs/eval"
     help_first: ClassVar[tuple[str, ...]] = ("other", "data.path", "reward", "env_path", "tasks", "samples", "out")
+    prints_json: ClassVar[bool] = True
 
     model: str
     """folder of a model, of a run (its newest model), or of an earlier evaluation of one model; or hub name; the first

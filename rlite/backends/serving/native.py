@@ -172,6 +172,6 @@ def _folder() -> Path:
 def _machine() -> str:
     """Return what the compiler's code depends on: a home directory may be shared by different processors."""
     information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     flags = next((line for line in lines if line.startswith("flags")), "")
     return f"{platform.machine()} {platform.system()} {flags}"

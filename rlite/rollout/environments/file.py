@@ -87,7 +87,7 @@ def is_gym_file(path: str | Path) -> bool:
     """
     file = EnvironmentFile(path)
     try:
-        symbols = symtable.symtable(Path(file.path).read_text(), str(path), "exec").get_symbols()
+        symbols = symtable.symtable(Path(file.path).read_text(encoding="utf-8"), str(path), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"rollout.env_path={str(path)!r} is no Python file: {error}") from error
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}

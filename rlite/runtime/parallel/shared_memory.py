@@ -234,6 +234,6 @@ def can_share_memory() -> bool:
 @cache
 def host_identity() -> str:
     """Return a text that is equal for processes that share memory and process ids."""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
         return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

@@ -71,7 +71,7 @@ def annotated_names(source: Path, classes: Collection[str] = ()) -> frozenset[st
         source: the file.
         classes: names of the classes; () is all.
     """
-    tree = ast.parse(source.read_text(), str(source))
+    tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     found = [c for c in tree.body if isinstance(c, ast.ClassDef) and (not classes or c.name in classes)]
     targets = [node.target for c in found for node in c.body if isinstance(node, ast.AnnAssign)]
     return frozenset(t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_"))

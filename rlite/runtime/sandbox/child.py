@@ -533,4 +533,4 @@ def _brake(memory_limit: int | None) -> None:
         most = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         with contextlib.suppress(OSError):  # some sandboxes have no such file; then the peak is that of all calls
-            Path("/proc/self/clear_refs").write_text("5")
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")

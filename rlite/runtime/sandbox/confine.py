@@ -249,7 +249,7 @@ def confine(driver: int) -> str:
         The protections that the kernel lacks, in words; empty if it has all.
     """
     with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     if sys.platform != "linux":
         return ""
     _give_up_capabilities()
@@ -295,7 +295,7 @@ def children(pid: int) -> set[int]:
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as listed:
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as listed:
                 found.update(map(int, listed.read().split()))
     return found
 
@@ -312,7 +312,7 @@ def has_children() -> bool:
 def number_in(path: str, name: str) -> int:
     """Return the number behind a name in a file of the kernel; 0 if the system has no such file or name."""
     with contextlib.suppress(OSError):  # a process may name itself by bytes that are no text
-        found = re.search(rf"^{name}:?\s+(\d+)", Path(path).read_text(errors="replace"), re.MULTILINE)
+        found = re.search(rf"^{name}:?\s+(\d+)", Path(path).read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
         return int(found[1]) if found else 0
     return 0
 

@@ -137,6 +137,21 @@ _PLAIN_WIDTH = 9
 """characters of a value in a pipe, so that the values of consecutive lines are aligned"""
 _PLAIN_COLUMNS = 165
 """characters of the metrics of a line in a pipe, unless all or named metrics are asked for"""
+PIPE_WIDTH = 200
+"""characters of a line of a table in a pipe or a file"""
+
+
+class TextConsole(Console):
+    """A console of rich for texts that hold no markup. In a pipe or a file, lines may be `PIPE_WIDTH` wide."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        super().__init__(file=file, highlight=False, markup=False, emoji=False)
+        if not self.is_terminal:
+            self.width = PIPE_WIDTH
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error again, which the command handles."""
+        raise  # rich calls this method where it handles the error
 
 
 class ConsoleReporter(observer.Console):
@@ -162,7 +177,7 @@ class ConsoleReporter(observer.Console):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file or sys.stdout
-        self._console = Console(file=self._file, highlight=False, markup=False, emoji=False)
+        self._console = TextConsole(self._file)
         self._columns = Columns(choice, metrics, evaluated)
         self._later: Sequence[str] | None = metrics
         self._total, self._quiet_s, self._clock = total_steps, quiet_s, clock
@@ -390,7 +405,7 @@ class History:
         if len(values) < 2:
             return ""
         (first, before), (last, after) = min(values.items()), max(values.items())
-        best = (min if key in self._lowest else max)(values, key=values.__getitem__)
+        best = (min if key in self._lowest else max)(sorted(values), key=values.__getitem__)
         text = f"{number(key, before)} at step {first} -> {number(key, after)} at step {last}"
         is_told = values[best] == after or key == self._chosen
         return text if is_told else f"{text}, best {number(key, values[best])} at step {best}"

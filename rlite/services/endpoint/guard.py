@@ -173,7 +173,7 @@ def _make_token(file: Path) -> None:
         raise
     except OSError as error:
         raise ConfigError(f"token_file={file}: cannot be made: {error}") from error
-    with open(descriptor, "w") as opened:
+    with open(descriptor, "w", encoding="utf-8") as opened:
         opened.write(secrets.token_urlsafe(32) + "\n")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlite.cli import main
 from rlite.control import command
 from rlite.control.entry import KEPT, JobEntry, JobOutput, entries, folder_of, keep_record, save_entry
 from rlite.errors import ConfigError
@@ -64,7 +67,9 @@ def test_an_unknown_role_is_refused(role: str) -> None:
         command.logs(["job", f"role={role}"])
 
 
-def test_events_of_a_job_whose_ray_is_gone_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_of_a_job_whose_ray_is_gone_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     gone = replace(Owner.of_this_process(), started=1.0)
     save_entry(JobEntry("job", SUBMISSION, "127.0.0.1:1", owner=gone))
     keep_record("job", JobRecord(SUBMISSION, JobState(stage="RUNNING"), tuple(EVENTS)))
@@ -72,6 +77,11 @@ def test_events_of_a_job_whose_ray_is_gone_are_shown(capsys: pytest.CaptureFixtu
     assert printed(capsys) == [*map(str, EVENTS)]
     command.status(["job"])
     assert printed(capsys)[0].startswith("job: ERROR")
+    monkeypatch.setattr(sys, "argv", ["rlite", "status", "job", "--json"])
+    main()
+    [job] = json.loads(capsys.readouterr().out)["jobs"]
+    assert (job["name"], job["stage"], job["devices"]) == ("job", "ERROR", {})
+    assert [event["event"] for event in job["events"]] == [event.event for event in EVENTS[-5:]]
 
 
 def test_old_entries_go_unless_their_jobs_run(output: Path) -> None:

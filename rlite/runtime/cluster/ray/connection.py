@@ -244,7 +244,9 @@ def _cluster_here() -> str | None:
     own = os.environ.get("TMPDIR") if sys.platform.startswith("linux") else None
     folder = os.environ.get("RAY_TMPDIR") or own or "/tmp"  # as Ray chooses it
     with suppress(OSError, ValueError):
-        address = Path(folder, "ray/ray_current_cluster").read_text().strip()  # outlives a cluster that was killed
+        address = (
+            Path(folder, "ray/ray_current_cluster").read_text(encoding="utf-8").strip()
+        )  # outlives a cluster that was killed
         with socket.create_connection(_parts(address), timeout=ANSWER_S):
             return address
     return None
@@ -308,7 +310,7 @@ def _make_token() -> None:
     """
     with suppress(OSError):
         TOKEN.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=TOKEN.parent) as file:  # mode 0600
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=TOKEN.parent) as file:  # mode 0600
             file.write(secrets.token_hex(32))
             file.flush()
             with suppress(FileExistsError):

@@ -101,10 +101,9 @@ def test_what_is_wrong_is_named_before_a_model_is_trained(name: str, topic: str,
     assert text in told
 
 
-def test_the_command_ends_with_1_if_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["check", f"{__file__}:leaks", "episodes=2", "rows=1"])
-    assert ended.value.code == 1
+def test_the_command_ends_with_1_if_something_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    result = main(["check", f"{__file__}:leaks", "episodes=2", "rows=1"])
+    assert (result.status, result.value["failed"]) == (1, ["state"])
     assert "of the checks failed: state" in capsys.readouterr().out
 
 

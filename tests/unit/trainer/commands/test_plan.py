@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -33,18 +34,22 @@ WITH_JUDGE = (
     *(f"reward.style.judge.{option}" for option in ("model=judge", "rubric=r", "max_model_len=512", "tp_size=2")),
 )
 WITH_ONLY_REWARDS = (*SCORER, "reward.rm.num_devices=64")
+AS_JSON = ("--json", "tp_size=8")
 WITH_ROLLOUTS = ("tp_size=8", "optimizer=muon", "rollout.tp_size=8", "device_memory_gib=80")
 PROGRAM = """
 import os, sys
 
+from rlite import cli
 from rlite.assembly.commands import plan
 
-for number, sizes in enumerate(sys.argv[2:]):
+model, *choices = sys.argv[1:]
+for number, sizes in enumerate(choices):
     child = os.fork()  # a plan is made in a process of its own
     if child == 0:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(f"{number}.{stream.name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
-        plan.main([sys.argv[1], "num_devices=64", *sizes.split()])
+        sys.argv = ["rlite", "plan", model, "num_devices=64", *sizes.split()]
+        cli.main() if "--json" in sys.argv else plan.main(sys.argv[2:])
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -57,7 +62,7 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str
     """Return the command's result for each choice of sizes."""
     folder = tmp_path_factory.mktemp("plans")
     with_rewards = (WITH_SHARED_REWARD, WITH_OWN_REWARD, WITH_JUDGE, WITH_ONLY_REWARDS)
-    choices = [*DIVIDING, NOT_DIVIDING, WITH_ROLLOUTS, *with_rewards]
+    choices = [*DIVIDING, NOT_DIVIDING, WITH_ROLLOUTS, AS_JSON, *with_rewards]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 1, "num_hidden_layers": 2}
     scorer = Qwen2Config(
         hidden_size=1024, intermediate_size=2048, architectures=["Qwen2ForSequenceClassification"], **heads
@@ -88,6 +93,15 @@ def test_every_byte_is_divided_over_the_devices_of_a_copy(
     weights = size_of("weights, float32", out)
     assert size_of("optimizer, adamw", out) == 2 * weights
     assert weights == pytest.approx(NUM_PARAMETERS * 4 / devices, rel=1e-3)
+
+
+def test_json_has_the_same_sizes_in_bytes_and_the_text_is_beside_it(ran: dict[tuple[str, ...], Ran]) -> None:
+    (code, out, err), (_, text, _) = ran[AS_JSON], ran[("tp_size=8",)]
+    assert code == 0, err
+    made = json.loads(out)
+    assert made["num_parameters"] == NUM_PARAMETERS
+    assert {part: size_of(part, text) for part in made["sizes"]} == made["sizes"]
+    assert text.strip() in err
 
 
 def test_sizes_that_do_not_divide_are_refused(ran: dict[tuple[str, ...], Ran]) -> None:
