@@ -72,7 +72,7 @@ test-transformers: $(VENV)/.installed  ## tests of models with another release o
 		"$$(sed -n 's/^Requires-Dist: \(huggingface-hub[^;]*\).*/\1/p' $(OTHER)/transformers-*.dist-info/METADATA | head -n 1)"
 	PYTHONPATH=$(OTHER) $(PYTEST) -m "not nightly" tests/unit/backends/models tests/unit/nn
 
-test-lowest: $(LOWEST_VENV)/.installed  ## quick tests with the oldest releases that pyproject.toml allows, and PyPI's build of torch
+test-lowest: $(LOWEST_VENV)/.installed  ## quick tests with the oldest releases that pyproject.toml allows
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(LOWEST_VENV)/bin/python -m pytest $(DEALT) -m "not slow and not nightly" \
 		--hypothesis-profile=quick tests $(addprefix --ignore=tests/,architecture browser integration peers release vllm)
 
