@@ -65,7 +65,8 @@ def trained(engines: list[Any], module: Any, size: int = 1, **options: Any) -> R
 def serving(engines: list[Any], path: Path, size: int = 1, copies: int = 1, **options: Any) -> RliteInferenceEngine:
     engine = RliteInferenceEngine(path)
     sizes = {"tensor_parallel_size": size, "data_parallel_size": copies}
-    engine.build(**sizes, max_model_len=128, max_num_seqs=8, colocate_with=engines[:1], **options)
+    options = {"max_model_len": 128, **options}
+    engine.build(**sizes, max_num_seqs=8, colocate_with=engines[:1], **options)
     engines.append(engine)
     return engine
 
@@ -197,22 +198,23 @@ async def interrupted(
 def test_requests_in_flight_go_on_with_the_next_version_or_keep_theirs(
     engines: list[Any], models: dict[str, Path], tmp_path: Path, on_inflight: Any
 ) -> None:
-    trainer, engine = with_adapters(engines, models["qwen2"]), serving(engines, models["qwen2"])
+    # long answers: the sync has to end before they do, on a busy machine, too
+    trainer, engine = with_adapters(engines, models["qwen2"]), serving(engines, models["qwen2"], max_model_len=1024)
     trainer.p2p_adapter_sync(engine, "wide")
     trainer.p2p_adapter_sync(engine, "narrow")
     trainer.save_adapter("wide", tmp_path / "before")
-    gconfig = GenerationHyperparameters(max_new_tokens=100, ignore_eos=True)
+    learn(trainer, "wide")
+    gconfig = GenerationHyperparameters(max_new_tokens=1000, ignore_eos=True)
     requests = [
         LLMRequest(input_ids=[7, 8, 9 + index], gconfig=gconfig.new(seed=index), adapter=name)
         for index, name in enumerate(["wide", "narrow", "wide", None])
     ]
 
     def sync() -> None:
-        learn(trainer, "wide")
         assert trainer.p2p_adapter_sync(engine, "wide", on_inflight=on_inflight).version == 2
 
     answers = asyncio.run(interrupted(engine, requests, sync))
-    assert all(answer.output_len == 100 for answer in answers)
+    assert all(answer.output_len == 1000 for answer in answers)
     versions = [sorted(set(answer.output_versions)) for answer in answers]
     assert versions[1] == [1]
     assert versions[3] == [0]
