@@ -34,14 +34,12 @@ class LoraOptions(Options):
     adapter of its own. By default the experts stay as they are"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for layers that cannot be meant, and for a missing package."""
+        """Yield a message for layers that cannot be meant."""
         is_empty = not self.target_modules and not self.target_parameters
         if is_empty or (ALL_LINEAR in self.target_modules and len(self.target_modules) > 1):
             yield f"target_modules={self.target_modules}: expected names of layers, or {ALL_LINEAR} alone"
         if self.target_parameters and self.dropout:
             yield f"target_parameters: adapters of experts have no dropout, and dropout={self.dropout}; set it to 0"
-        if message := lacking("adapters need", "lora", "peft"):
-            yield message
 
 
 def check_liger_installed() -> None:

@@ -105,7 +105,7 @@ def assert_served(trainer: RliteTrainEngine, engine: RliteInferenceEngine, names
 
 @pytest.mark.parametrize(
     ("kind", "size", "options"),
-    [("qwen2", 1, {}), ("qwen3", 2, {}), ("llama", 1, {"speculation": True})],
+    [("qwen2", 1, {}), ("qwen3", 2, {}), ("llama", 1, {"speculation": True}), ("qwen2", 2, {"dtype": "float64"})],
 )
 def test_three_adapters_in_one_batch_have_the_trainers_logprobs_and_equal_each_alone(
     engines: list[Any], models: dict[str, Path], kind: str, size: int, options: dict[str, Any]

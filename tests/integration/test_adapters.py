@@ -78,7 +78,10 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"size": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{"deterministic": True}, {"size": 2}, {"size": 2, "compute_dtype": "bfloat16", "gradient_checkpointing": True}],
+)
 def test_adapters_that_take_turns_equal_each_alone_bit_for_bit(
     engines: list[Any], models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:

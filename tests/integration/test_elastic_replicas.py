@@ -18,7 +18,7 @@ from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import ConfigError, PlacementError
 from rlite.runtime.replicas.replica_set import TargetInFlight
 from rlite.types import LLMRequest
-from tests.integration.modules import LlamaPolicy, on_meta
+from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.test_lost_replicas import answers, requests
 from tests.integration.test_replaced_replicas import check_same, silent
 from tests.integration.worlds import process_of, ray_session
@@ -99,6 +99,30 @@ def test_replicas_join_with_the_current_weights_and_leave_without_a_lost_token(m
     os.kill(first, signal.SIGTERM)
     until(lambda: serve.num_replicas == 1)
     check_same(asked[:8], answers(serve, asked[:8], silent), expected, version=2)
+    train.release()
+    serve.release()
+
+
+@pytest.mark.nightly
+def test_replicas_that_join_serve_the_adapters_of_the_engine(models: dict[str, Path]) -> None:
+    serve = RliteInferenceEngine(models["llama"])
+    serve.build(data_parallel_size=1, max_model_len=512, max_num_seqs=4, deterministic=True)
+    train = RliteTrainEngine(on_meta(LlamaPolicy, models["llama"]))
+    train.build(tensor_parallel_size=1, data_parallel_size=1, not_colocate_with=serve)
+    train.add_adapter("a", {"rank": 4})
+    for _ in range(2):
+        train.train_batch(make_batch([9, 5]), token_loss, num_counted, adapter="a")
+        train.optimizer_step("a", lr=2e-2)
+        train.p2p_adapter_sync(serve, "a", may_be_zero=True)
+    asked = [replace(request, adapter="a") for request in long_requests(8, seed=3, temperature=0.8)]
+    expected = answers(serve, asked, silent)
+    assert serve.adapters == {"a": 2}
+    serve.scale(2)
+    check_same(asked, answers(serve, asked, silent), expected, version=2)
+    first = process_of(serve, 0)
+    os.kill(first, signal.SIGKILL)  # the one that joined is left, and then joined by another
+    until(lambda: len(serve.replaced_replicas) == 1)
+    check_same(asked, answers(serve, asked, silent), expected, version=2)
     train.release()
     serve.release()
 

@@ -50,10 +50,11 @@ def of_trainer(engine: RliteTrainEngine, ids: list[int], adapter: str | None) ->
     return engine.forward(batch, next_token_logprobs, adapter=adapter)[0, :-1]
 
 
+@pytest.mark.nightly
 def test_vllm_serves_adapters_as_they_are_trained(tmp_path: Path) -> None:
     path = build_model_dir(tmp_path / "qwen3", "qwen3", hidden=128)
     engine = RliteInferenceEngine(path, executor="vllm")
-    lora = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
     engine.build(data_parallel_size=1, max_model_len=256, max_num_seqs=8, dtype="float32", **lora)
     trainer = RliteTrainEngine(on_meta(POLICIES["qwen3"], path))
     trainer.build(data_parallel_size=1, colocate_with=engine)

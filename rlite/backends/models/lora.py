@@ -79,6 +79,7 @@ class LoraTrainModule(BaseTrainModule):
         """
         if not is_on_meta(self):
             raise ConfigError(f"{type(self).__name__} holds real weights; add_lora comes before them, on meta")
+        require("adapters of the module's own need", "lora", "peft")
         import peft  # optional, and slow to import
 
         layers = target_layers(self, options)

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from rlite.backends.serving.sampler import Sampling, SamplingBatch, kept_ids_of, sample, uniforms
-from rlite.backends.vllm.release import SAMPLING, Holding
+from rlite.backends.vllm.release import SAMPLING, Holding, is_cpu_build
 from rlite.backends.vllm.reload import DirectCopies, processed_again
 from rlite.backends.vllm.served import served_blocks
 from rlite.errors import WeightSyncError
@@ -60,6 +61,7 @@ class WorkerExtension:
             Bytes of the KV cache in this process.
         """
         self.model_runner.sampler = RequestSampler(self.model_runner)
+        _mend_adapters(self.model_runner.get_model())
         threading.Thread(target=_end_with, args=(server,), name="rlite watch", daemon=True).start()
         return sum(storage.nbytes() for storage in self._rlite_storages())
 
@@ -208,6 +210,26 @@ def _repack_tied_head(model: Any) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
+
+
+def _mend_adapters(model: Any) -> None:
+    """Let vLLM's layers with adapters compute what they should on CPU; without `enable_lora` there are none.
+
+    For tokens without an adapter vLLM's CPU kernels read the adapter at index -1, which is the last one. Here the last
+    one is empty. Its product for adapters of the head fails, and ends the engine, when a prompt's log-probabilities
+    share a batch with other requests. rlite refuses adapters of the head, and here the head has none. It refuses those
+    of experts and embeddings, too, whose layers hold no tuples.
+    """
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LogitsProcessorWithLoRA):
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, module.base_layer)
+        elif is_cpu_build() and isinstance(module, BaseLayerWithLoRA) and isinstance(module.lora_b_stacked, tuple):
+            module.lora_b_stacked = tuple(map(_with_empty, module.lora_b_stacked))
+
+
+def _with_empty(stacked: Tensor) -> Tensor:
+    return torch.cat([stacked, torch.zeros_like(stacked[:1])])
 
 
 def _end_with(process: int) -> None:

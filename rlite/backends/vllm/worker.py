@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from rlite.backends.models.lora import stored_layers
 from rlite.backends.serving.pump import PumpedReplica
 from rlite.backends.serving.staging import CheckpointStaging
 from rlite.backends.vllm import release
@@ -27,12 +28,12 @@ from rlite.backends.vllm.process import EngineProcess, P, T
 from rlite.backends.vllm.release import VllmOptions
 from rlite.backends.vllm.server import Server
 from rlite.errors import ConfigError, WeightSyncError, WorkerDied, WorkerError
-from rlite.nn.pretrained import end_ids, load_config, stored_dtype
+from rlite.nn.pretrained import end_ids, load_config, meta_model, stored_dtype
 from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import attention_shape
-from rlite.runtime.replicas.adapters import AdapterWeights
+from rlite.runtime.replicas.adapters import AdapterWeights, check_fit
 from rlite.runtime.replicas.digests import Served
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
 from rlite.runtime.replicas.transport import Piece
@@ -182,11 +183,13 @@ class VllmWorker:
             Whether it changes a log-probability; None on other ranks than the first, and while vLLM rests.
 
         Raises:
-            ConfigError: vLLM does not take the adapter; the message gives its reason.
+            ConfigError: the adapter belongs to another base model, or vLLM does not take it.
             WorkerDied: vLLM is gone.
         """
         if self._process is None:
             return None
+        layers = stored_layers(meta_model(self._config)).items()
+        check_fit(given, f"the adapter {name!r}", {stored: layer.weight.shape for stored, (_, layer) in layers})
         self._num_adapters += 1
         folder = self._process.folder / f"adapter-{self._num_adapters}"
         folder.mkdir()

@@ -73,6 +73,7 @@ class AdapterServing(ServingEngine):
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"load_adapter: {name!r} is no name; give the adapter a name")
+        self._check_can_take(f"the adapter {name!r}", name, "load_adapter", on_inflight)
         return self.take_adapter(name, AdapterWeights.read(Path(path)), "load_adapter", on_inflight)
 
     def remove_adapter(self, name: str | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlite.config import ByMemory, CompiledParts, Count, FinitePositive, Options, Positive, Rate, Share
 from rlite.errors import ConfigError
+from rlite.imports import lacking
 from rlite.nn.options import LoraOptions, check_liger_installed
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.types import Aggregation, BalanceBy, ExpertsImplementation, KLEstimator, PackingMethod, Schedule
@@ -153,6 +154,8 @@ class ModelOptions(LayoutOptions):
         """Yield a message for each rule of the kernels and of the schedule that does not hold."""
         if self.use_liger_kernel:
             check_liger_installed()
+        if self.lora is not None and (message := lacking("adapters need", "lora", "peft")):
+            yield message
         yield from schedule_problems(self.scheduler, self.lr, self.lr_end, self.power)
 
     def optimizer_options(self, total_steps: int) -> OptimizerOptions:
