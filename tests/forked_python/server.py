@@ -99,6 +99,9 @@ class Server:
             if (pid := os.fork()) == 0:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
+                # the server's own streams know files that may be of another kind
+                sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+                sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
                 self._leave(client)
                 return request
             self._follow(pid, client)
