@@ -1,12 +1,13 @@
 """On-policy distillation against GRPO: generated tokens until a student is as good as its teacher, on a CPU.
 
-    python -m benchmarks.distillation [--folder runs/distillation] [--seeds 3]
+    python -m benchmarks.distillation [--folder runs/distillation] [--seeds 3] [--answers 64]
 
 The task is the quickstart's: to spell words backwards. One warm start imitates a teacher who is too impatient for long
 words. GRPO trains it to a better model, which is the teacher from then on. Students begin with the same warm start, and
 learn by distillation or by GRPO until their held-out accuracy is 95 % of the teacher's. Each method has three learning
 rates; the best is the rate whose runs need the fewest tokens in the mean. Every run of a method has another seed for
-its prompts and samples. Tokens of evaluations do not count.
+its prompts and samples. A step of both has as many answers, GRPO eight to each prompt, and the held-out accuracy is
+taken after each step, so that a step's tokens are the resolution. Tokens of evaluations do not count.
 """
 
 from __future__ import annotations
@@ -33,17 +34,23 @@ from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, Rol
 
 SHARE = 0.95
 """share of the teacher's accuracy that a student has to reach"""
-RATES = {"grpo": (2.5e-4, 5e-4, 1e-3), "distill": (5e-4, 1e-3, 2e-3)}
-STEPS = {"teacher": 80, "grpo": 80, "distill": 120}
-BATCHES = {"teacher": (32, 8), "grpo": (32, 8), "distill": (64, 1)}
-"""prompts in a batch, and answers to each"""
-TEST_EVERY = {"teacher": 20, "grpo": 2, "distill": 4}
+RATES = dict.fromkeys(("distill", "grpo"), (2.5e-4, 5e-4, 1e-3))
+STEPS = {"teacher": 60, "grpo": 120, "distill": 120}
+TEST_EVERY = {"teacher": 60, "grpo": 1, "distill": 1}
 """steps from one evaluation to the next"""
 Table = Sequence[Mapping[str, Any]]
 
 
 def train(
-    kind: str, folder: Path, warm: Path, rows: tuple[Table, Table], lr: float, seed: int, teacher: str, goal: float
+    kind: str,
+    folder: Path,
+    warm: Path,
+    rows: tuple[Table, Table],
+    lr: float,
+    batch: tuple[int, int],
+    seed: int,
+    teacher: str,
+    goal: float,
 ) -> dict[str, float]:
     """Train from the warm start.
 
@@ -53,14 +60,18 @@ def train(
         warm: folder of the warm start.
         rows: training and held-out problems.
         lr: learning rate.
+        batch: prompts in a batch, and answers to each.
         seed: seed of prompts and samples.
         teacher: folder of the teacher of a distillation.
         goal: held-out accuracy at which the run stops.
 
     Returns:
-        Held-out accuracy at the end, generated tokens until then, steps, and whether the goal was reached.
+        Held-out accuracy at the end, generated tokens until then, steps, and whether the goal was reached. A run that
+            has ended is not made again.
     """
-    prompts, responses = BATCHES[kind]
+    if (done := folder / "found.json").exists():
+        return dict(json.loads(done.read_text()))
+    prompts, responses = batch
     distill = DistillationOptions()
     if kind == "distill":
         distill = DistillationOptions(teacher={"": TeacherOptions(model_name=teacher)}, task_rewards=False)
@@ -87,12 +98,16 @@ def train(
     )
     sampling = config.rollout.train_sampling_params.gconfig()
     workflow = SingleTurnWorkflow(RewardFunction(verify_exactly), sampling, load_tokenizer(warm))
+    rlite.init(num_devices=1)
     PpoTrainer(config, workflow, *rows).fit()
+    rlite.shutdown()
     tokens, accuracy, steps = 0.0, 0.0, 0
     for line in read_metrics(folder / "metrics.jsonl"):
         tokens += line.get("response_length", 0.0) * prompts * responses
         accuracy, steps = line.get("accuracy", accuracy), int(line["step"])
-    return {"accuracy": accuracy, "tokens": tokens, "steps": steps, "is_reached": float(accuracy >= goal)}
+    found = {"accuracy": accuracy, "tokens": tokens, "steps": steps, "is_reached": float(accuracy >= goal)}
+    done.write_text(json.dumps(found))
+    return found
 
 
 def main() -> None:
@@ -100,27 +115,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/distillation"))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--answers", type=int, default=64)
     arguments = parser.parse_args()
     began, folder = time.monotonic(), arguments.folder.resolve()
     options = QuickstartConfig(folder=str(folder))
     rows: Any = problems(options, folder)
-    rlite.init(num_devices=1)
     warm, teacher = folder / "warm", folder / "teacher"
     if not warm.exists():
         blank = build_tiny_qwen3(folder / "blank", seed=0, hidden_size=128, intermediate_size=256)
+        rlite.init(num_devices=1)
         warm_start(options, blank, folder, rows[0])
-    found: dict[str, Any] = {"teacher": train("teacher", teacher, warm, rows, 5e-4, 0, "", 2.0)}
+        rlite.shutdown()
+    found: dict[str, Any] = {"teacher": train("teacher", teacher, warm, rows, 5e-4, (32, 8), 0, "", 2.0)}
     goal = SHARE * found["teacher"]["accuracy"]
     print(f"teacher: {found['teacher']}, goal {goal:.3f}", flush=True)
-    for kind in ("distill", "grpo"):
-        for lr in RATES[kind]:
-            name = f"{kind} lr={lr:g}"
-            given = warm, rows, lr
-            found[name] = [
-                train(kind, folder / f"{kind}-{lr:g}-{seed}", *given, seed, str(teacher / "latest"), goal)
-                for seed in range(1, arguments.seeds + 1)
-            ]
-            print(f"{time.monotonic() - began:6.0f} s {name}: {found[name]}", flush=True)
+    batches = {"distill": (arguments.answers, 1), "grpo": (arguments.answers // 8, 8)}
+    for seed in range(1, arguments.seeds + 1):
+        for kind, lr in ((kind, lr) for kind, rates in RATES.items() for lr in rates):
+            name, given = f"{kind} lr={lr:g}", (warm, rows, lr)
+            own = folder / f"{kind}-{lr:g}-{arguments.answers}-{seed}"
+            run = train(kind, own, *given, batches[kind], seed, str(teacher / "latest"), goal)
+            found.setdefault(name, []).append(run)
+            print(f"{time.monotonic() - began:6.0f} s {name}, seed {seed}: {run}", flush=True)
     for kind in RATES:
         runs = {name: each for name, each in found.items() if name.startswith(f"{kind} ")}
         complete = {name: each for name, each in runs.items() if all(run["is_reached"] for run in each)}
@@ -131,8 +147,7 @@ def main() -> None:
         else:
             found[kind] = {"best": None}
         print(kind, found[kind])
-    (folder / "result.json").write_text(json.dumps(found, indent=2))
-    rlite.shutdown()
+    (folder / f"result-{arguments.answers}.json").write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

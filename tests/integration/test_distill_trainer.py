@@ -168,6 +168,28 @@ def test_a_student_that_is_shown_more_teaches_itself(models: dict[str, Path], tm
     assert all(row["taught_tokens"] == 1 for row in rows)
 
 
+@pytest.mark.nightly
+def test_answers_that_begin_alike_share_only_what_their_teachers_see_alike(
+    models: dict[str, Path], tmp_path: Path, contexts: Path
+) -> None:
+    own = {"teacher": {"weights": "current", "context": f"{contexts}:told"}}
+    found = []
+    for is_shared in (True, False):
+        folder = tmp_path / str(is_shared)
+        found += fit(trainer(models["qwen2"], folder, own, steps=1, actor={"share_prefixes": is_shared}), folder)
+    assert found[0]["shared_tokens"] > 0.2
+    for name in ("divergence", "grad_norm"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4), name
+
+
+@pytest.mark.nightly
+def test_adapters_learn_from_a_teacher(models: dict[str, Path], teacher: Path, tmp_path: Path) -> None:
+    own = {"teacher": {"model_name": str(teacher)}}
+    actor = {"lr": 1e-2, "lora": {"rank": 8}}
+    rows = fit(trainer(models["llama"], tmp_path, own, steps=8, actor=actor), tmp_path)
+    assert rows[-1]["divergence"] < 0.9 * rows[0]["divergence"]
+
+
 def test_rows_without_a_context_have_no_teacher(models: dict[str, Path], tmp_path: Path, contexts: Path) -> None:
     own = {"teacher": {"weights": "current", "context": f"{contexts}:sometimes"}, "support": "sampled"}
     rows = fit(trainer(models["qwen2"], tmp_path / "run", own, steps=3), tmp_path / "run")

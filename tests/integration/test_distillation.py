@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlite import RliteTrainEngine
 from rlite.algorithms.divergence import Divergence, OnDivergence, TaughtLogprobs
+from rlite.errors import ConfigError, DataError
 from rlite.trainer.rl.distillation import HiddenStates
 from tests.integration.modules import LlamaPolicy, Qwen2Policy, make_batch, num_counted, on_meta
 from tests.integration.worlds import world
@@ -109,6 +110,20 @@ def test_divergences_count_in_any_layout_as_by_whole_logits(
         assert ours[name] == pytest.approx(theirs[name], abs=1e-9), name
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(engine.state_dict()[name], tensor, atol=1e-9, rtol=0)
+
+
+def test_a_loss_without_its_inputs_is_refused(build: Build, models: dict[str, Path]) -> None:
+    engine = build(on_meta(LlamaPolicy, models["llama"]), 1)
+    teacher = build(on_meta(Qwen2Policy, models["qwen2"]), 1, colocate_with=engine)
+    batch, loss = make_batch(LENGTHS), Distilled(Divergence())
+    with pytest.raises(DataError, match="the batch has no 'teacher', which the teacher must return"):
+        engine.train_batch(batch, loss, num_counted)
+    batch = taught(batch, teacher, [engine])
+    with pytest.raises(DataError, match="the batch has no 'teacher_hidden'"):
+        engine.train_batch({name: x for name, x in batch.items() if name != "teacher_hidden"}, loss, num_counted)
+    with pytest.raises(ConfigError, match=r"teachers \[3\] have given no output embedding"):
+        engine.train_batch({**batch, "teacher": torch.full_like(batch["teacher"], 3)}, loss, num_counted)
+    assert engine.optimizer_step()["is_skipped"] == 1, "nothing was applied"
 
 
 @pytest.mark.parametrize("support", ["student_topk", "union"])

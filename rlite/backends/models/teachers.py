@@ -16,6 +16,7 @@ from rlite.algorithms.divergence import Divergence, OnDivergence
 from rlite.algorithms.logprobs import OnLogprobs, next_token
 from rlite.backends.models.head_divergence import Head, TeacherTokens, linear_divergence
 from rlite.backends.models.head_logprobs import local_part
+from rlite.data.packs import check_has
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.runtime.parallel import fsdp
@@ -50,7 +51,12 @@ class TeacherHeads(nn.Module):
         Args:
             hidden: hidden states of the teachers, [rows, width] of the widest; others fill the first columns.
             teachers: number of the teacher of each row, [rows].
+
+        Raises:
+            ConfigError: a row has a teacher whose head is not here.
         """
+        if missing := sorted({*teachers.unique().tolist()} - {-1, *self.numbers}):
+            raise ConfigError(f"teachers {missing} have given no output embedding: call put_teacher_head for each")
         for number in self.numbers:
             weight, bias = (self._buffers[f"{name}_{number}"] for name in ("weight", "bias"))
             assert weight is not None
@@ -183,7 +189,12 @@ def compare(
         head: the student's output embedding.
         rows: hidden states of the student, [rows, width].
         index: place of each row among the computed tokens; None is all in their order.
+
+    Raises:
+        ConfigError: a row has a teacher whose head is not here.
+        DataError: the pack has no columns of a teacher.
     """
+    check_has(data, "teacher", "teacher_hidden" if heads.numbers else "teacher_logprobs")
 
     def chosen(values: Tensor) -> Tensor:
         return take(values) if index is None else take(values).index_select(0, index)
