@@ -25,7 +25,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help wheel wheel-check release-files test-lowest quickstart test test-fast test-vllm test-harness test-doors test-transformers test-triton nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help wheel wheel-check release-files test-lowest quickstart test test-fast test-vllm test-harness test-doors test-tinker test-transformers test-triton nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -33,7 +33,7 @@ help:  ## this list
 quickstart: $(VENV)/.installed  ## GRPO on a small reasoning task, on CPU, in a few minutes
 	$(BIN)/rlite quickstart
 
-test: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## all tests but nightly ones, in three processes; without a GPU or Chromium, their tests are skipped
+test: $(VENV)/.peers-installed $(VENV)/.browser-installed $(VENV)/.tinker-0.38.0-installed  ## all tests but nightly ones, in three processes; without a GPU or Chromium, their tests are skipped
 	$(PYTEST) -m "not nightly" --hypothesis-profile=quick tests
 
 test-fast: JOBS = 2
@@ -62,6 +62,11 @@ test-doors: $(DOORS:%=$(VENV)/.door-%-installed)  ## tests of environments with 
 			$(BIN)/python -m pytest tests/doors/test_$$door.py || failed="$$failed $$door"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
+# releases of the client of the Tinker API, the newest of which `make test` has, too
+TINKER = 0.25.0 0.30.0 0.34.0 0.38.0
+test-tinker: $(TINKER:%=$(VENV)/.tinker-%-installed)  ## the server of the Tinker API with real clients of several releases
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tinker
+
 # releases of transformers beside the pinned one: the oldest that rlite supports, and the newest
 TRANSFORMERS = 5.16.1 5.24.0
 VERSION ?= $(lastword $(TRANSFORMERS))
@@ -81,6 +86,7 @@ NIGHTLY = comparison_intervals audit_mutations hostile_models chaos chaos_jobs a
 nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
 	@failed=; $(PYTEST) -m "nightly or hypothesis" tests || failed=tests; \
 	$(MAKE) test-vllm MARKS=nightly || failed="$$failed vllm"; \
+	$(MAKE) test-tinker || failed="$$failed tinker"; \
 	$(MAKE) wheel-check || failed="$$failed wheel-check"; \
 	$(MAKE) test-lowest || failed="$$failed test-lowest"; \
 	for version in $(TRANSFORMERS); do \
@@ -176,6 +182,11 @@ $(VENV)/.peers-installed: $(VENV)/.installed tests/peers/requirements.txt
 # for tests/harness alone, whose process finds the folder by PYTHONPATH
 $(VENV)/.harness-installed: $(VENV)/.installed tests/harness/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/harness -r tests/harness/requirements.txt
+	touch $@
+
+# for tests/tinker alone, which adds one of the folders to its path
+$(VENV)/.tinker-%-installed: $(VENV)/.installed tests/tinker/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/tinker/$* -r tests/tinker/requirements.txt tinker==$*
 	touch $@
 
 # for tests/doors alone, whose process finds the folder by PYTHONPATH

@@ -28,6 +28,7 @@ Before training
 Use a model
   generate MODEL "PROMPT"       answers of a model, or of a run's newest model
   serve MODEL                   a server for clients of OpenAI's and Anthropic's interfaces, with a token
+  tinker --model MODEL          a server for clients of the Tinker API, which train and sample adapters
   eval MODEL [MODEL2]           metrics of a model on data with a reward, an environment or tasks; compares two
   merge ADAPTER OUT             an adapter (LoRA) and its base as one model
   plan                          memory of a model on each device; reads no weights
@@ -91,6 +92,7 @@ COMMANDS = {
     "audit": Command("rlite.assembly.proof.audit", "rlite.assembly.proof.options:AuditConfig"),
     "generate": Command("rlite.assembly.commands.generate", "rlite.assembly.commands.options:GenerateConfig"),
     "serve": Command("rlite.assembly.commands.serve", "rlite.assembly.commands.options:ServeConfig"),
+    "tinker": Command("rlite.assembly.commands.tinker", "rlite.assembly.commands.options:TinkerConfig"),
     "eval": Command("rlite.assembly.evaluate.command", "rlite.assembly.evaluate.options:EvalConfig"),
     "merge": Command("rlite.assembly.commands.merge", "rlite.assembly.commands.options:MergeConfig"),
     "plan": Command("rlite.assembly.commands.plan", "rlite.assembly.commands.options:PlanConfig"),

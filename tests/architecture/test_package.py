@@ -14,7 +14,7 @@ from tests.architecture.test_imports import HOMES, imported_modules
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OTHER_NAMES = {"yaml": "pyyaml"}
+OTHER_NAMES = {"google": "protobuf", "yaml": "pyyaml"}
 """packages whose module has another name"""
 DEVELOPMENT = ("dev", "bench")
 

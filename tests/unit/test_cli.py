@@ -175,6 +175,7 @@ WRONG = [
     ("eval", "m", "data=rows.jsonl", "reward=my.py:f", "temperature=hot"),
     ("generate", "m", "hello", "temperature=-1"),
     ("serve", "m", "port=70000"),
+    ("tinker", "--model", "m", "port=70000"),
     ("merge", "adapter", "out", "dtpye=bfloat16"),
     ("plan", "model_name=m", "num_devices=0"),
     ("quickstart", "steps=few"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -137,6 +137,98 @@ class ServeConfig(SamplingOptions, AnnouncedOptions):
     def devices(self) -> int:
         """Number of devices."""
         return self.num_devices or self.tp_size
+
+
+class TinkerConfig(AnnouncedOptions):
+    """Options of `rlite tinker --model MODEL`."""
+
+    without_key: ClassVar[tuple[str, ...]] = ("model",)
+    help_arguments: ClassVar[str] = "--model MODEL"
+    help_example: ClassVar[str] = "--model Qwen/Qwen3-0.6B folder=runs/tinker port=8000"
+    help_first: ClassVar[tuple[str, ...]] = ("folder", "port", "host", "token_file", "name")
+
+    model: str
+    """folder or hub name of the base model; the first argument without a key, or after --model"""
+    folder: str = "runs/tinker"
+    """sessions, journals and saved weights; a server that is started again on it goes on where the last one ended"""
+    port: Annotated[int, Ge(0), Le(65535)] = 8000
+    """port to listen on; 0 takes a free one"""
+    host: str = "127.0.0.1"
+    """address to listen on; another one than this machine's own lets other machines connect. Nothing is encrypted"""
+    host_names: list[str] = []
+    """further names under which clients reach the server, such as that of a proxy"""
+    token_file: str = "~/.cache/rlite/tinker-token"
+    """file with the token that each request needs, or with lines of TENANT TOKEN; made if it does not exist. A token
+    begins with tml-. RLITE_TINKER_TOKEN takes precedence"""
+    name: str | None = None
+    """name of the base model in requests, which clients also load its tokenizer by; default: model"""
+    max_models: Count = 8
+    """models of a tenant that are neither unloaded nor of a finished session"""
+    max_adapter_mib: Positive = 4096.0
+    """memory of a tenant's adapters with gradients and optimizers; models that rest leave it when others need it"""
+    idle_minutes: Positive = 30.0
+    """after so long without a request a model leaves memory, and its next request brings it back"""
+    save_every: Count = 20
+    """optimizer steps between saved states; a server that was killed repeats the steps since the last one"""
+    max_journal_mib: Count = 512
+    """accepted requests of a model since its last saved state; further ones wait or are refused"""
+    keep_samplers: Count = 8
+    """newest samplers without a name that a model keeps"""
+    keep_weights: Count | None = None
+    """newest named states, and named sampler weights, that a model keeps; null keeps all"""
+    max_served: Count = 8
+    """adapters that the inference engine holds at a time; others are read from disk when they are asked for"""
+    max_running: Count = 256
+    """sampling requests that are answered at the same time; further ones are told to come back"""
+    max_new_tokens: Count = 4096
+    """longest answer of requests that set none, in tokens"""
+    max_tokens_per_microbatch: Count = 8192
+    """tokens of one forward and backward pass, and the longest sequence"""
+    executor: str = "torch"
+    """inference executor"""
+    executor_options: dict[str, Any] = {}
+    """further options of the inference executor, such as {enable_lora: true, max_lora_rank: 64} of vllm"""
+    num_devices: Count | None = None
+    """devices, which training and sampling share; default: one on CPU, else all"""
+    dtype: Dtype = "float32"
+    """type of the trained adapters and of the base in training"""
+    deterministic: bool = False
+    """results have bits that depend neither on other tenants nor on the batch; slower"""
+    max_model_len: Annotated[int, Ge(2)] | None = None
+    """longest prompt and answer together that the engine has memory for; default: the executor's"""
+    max_num_seqs: Count | None = None
+    """sequences that a replica decodes at once; default: the executor's"""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = None
+    """share of a GPU's memory for sampling; default: the executor's"""
+    launcher: Literal["inprocess", "torchrun", "ray"] | None = None
+    """launcher of the workers; default: one process"""
+
+    sizes: ClassVar[tuple[str, ...]] = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
+
+    @classmethod
+    def arguments(cls, argv: Sequence[str]) -> list[str]:
+        """Return the arguments of the command in the form `KEY=VALUE`."""
+        return super().arguments([argument for argument in argv if argument != "--model"])
+
+    def headline(self) -> str:
+        """Return in a few words what is served."""
+        return f"serves training of {self.model} on {self.host}"
+
+    def train_options(self) -> dict[str, Any]:
+        """Return keyword arguments of the train engine's `build`."""
+        return {
+            "max_tokens_per_microbatch": self.max_tokens_per_microbatch,
+            "deterministic": self.deterministic,
+            "param_dtype": self.dtype,
+            "compute_dtype": self.dtype,
+        }
+
+    def serve_options(self) -> dict[str, Any]:
+        """Return keyword arguments of the inference engine's `build`."""
+        given = {name: value for name in self.sizes if (value := getattr(self, name)) is not None}
+        given |= {"dtype": self.dtype}
+        exact = {"deterministic": True} if self.deterministic else {}
+        return given | exact | self.executor_options
 
 
 class MergeConfig(AnnouncedOptions):

@@ -161,7 +161,7 @@ class _Server:
         try:
             with self._listener.busy(request.transport) as connection:
                 async with self._gate.place():
-                    body = await _body(request, session.max_body_bytes)
+                    body = await read_body(request, session.max_body_bytes)
                     reply = await session.answer(DIALECTS[request.path], body)
                     return await _send(request, reply, connection, self._listener.is_full)
         finally:
@@ -180,7 +180,7 @@ class _Server:
         """
         admin.check(token_of(request.headers))
         with self._listener.busy(request.transport):
-            return web.json_response(await admin.load(await _body(request, MAX_BODY_BYTES)))
+            return web.json_response(await admin.load(await read_body(request, MAX_BODY_BYTES)))
 
     async def _health(self, request: web.Request) -> web.Response:
         """Return whether the engine lives. No other route is open without a token."""
@@ -222,7 +222,7 @@ class _Server:
             return _refusal(request, unexpected(error))
 
 
-async def _body(request: web.Request, max_bytes: int) -> bytes:
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
     """Return the body of a request.
 
     Raises:

@@ -143,7 +143,7 @@ def find_token(file: Path, environment: Mapping[str, str]) -> str:
     if (token := environment.get(TOKEN_VARIABLE)) is not None:
         return _checked(token.strip(), TOKEN_VARIABLE)
     with contextlib.suppress(FileExistsError):
-        _make_token(file)
+        make_token(file)
     return _checked(read_secret(file, "token_file"), f"token_file={file}")
 
 
@@ -165,7 +165,17 @@ def find_admin_token(file: str | None, environment: Mapping[str, str], token: st
     return found
 
 
-def _make_token(file: Path) -> None:
+def make_token(file: Path, prefix: str = "") -> None:
+    """Write a new token to a file that only its owner may read.
+
+    Args:
+        file: the file, which does not exist.
+        prefix: beginning of the token.
+
+    Raises:
+        FileExistsError: the file exists.
+        ConfigError: it cannot be written.
+    """
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -174,7 +184,7 @@ def _make_token(file: Path) -> None:
     except OSError as error:
         raise ConfigError(f"token_file={file}: cannot be made: {error}") from error
     with open(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(secrets.token_urlsafe(32) + "\n")
+        opened.write(prefix + secrets.token_urlsafe(32) + "\n")
 
 
 def _checked(token: str, where: str) -> str:

@@ -1,0 +1,73 @@
+"""A server of the Tinker API in a thread, on engines that tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.tinker.client import TOKENS, client_package
+
+
+class Served:
+    """Engines, and the server on them."""
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        client_package()
+        from rlite.assembly.commands.options import TinkerConfig
+        from rlite.engine.inference import RliteInferenceEngine
+        from rlite.engine.train import RliteTrainEngine
+        from rlite.trainer.model.modules import policy_module
+
+        self.config = TinkerConfig(model=str(model), port=0, deterministic=True, **options)
+        self.train = RliteTrainEngine(policy_module(model))
+        self.train.build(**self.config.train_options())
+        self.serve = RliteInferenceEngine(model)
+        self.serve.build(colocate_with=self.train, **self.config.serve_options())
+
+    @contextmanager
+    def server(self, folder: Path, **options: Any) -> Iterator[str]:
+        """The address of a server on a folder. At the end the engines forget everything, as a killed server's do."""
+        from rlite.assembly.commands.tinker import make_server
+
+        address: Future[str] = Future()
+        loop = asyncio.new_event_loop()
+        is_over = asyncio.Event()
+        config = self.config.model_copy(update={"folder": str(folder), **options})
+
+        async def run() -> None:
+            async with make_server(self.train, self.serve, config, TOKENS) as server:
+                address.set_result(server.url)
+                await is_over.wait()
+
+        def work() -> None:
+            try:
+                loop.run_until_complete(run())
+            except BaseException as error:
+                if not address.done():
+                    address.set_exception(error)
+                raise
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield address.result(60)
+        finally:
+            loop.call_soon_threadsafe(is_over.set)
+            thread.join(60)
+            for name in list(self.train.adapters):
+                self.train.remove_adapter(name)
+            for served in list(self.serve.adapters):
+                self.serve.remove_adapter(served)
+
+    def client(self, url: str, owner: str = "ann") -> Any:
+        """A client of the real package."""
+        return client_package().ServiceClient(base_url=url, api_key=TOKENS[owner])
+
+    def trained(self, service: Any, rank: int = 4, seed: int = 1) -> Any:
+        """A training client."""
+        return service.create_lora_training_client(self.config.model, rank=rank, seed=seed).result()
