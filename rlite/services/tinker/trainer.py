@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DataError, RliteError, WeightSyncError
+from rlite.errors import CheckpointError, ConfigError, DataError, StorageError, WeightSyncError
 from rlite.files import replace
 from rlite.nn.options import LoraOptions
 from rlite.runtime.storage.atomic import discard, publish, staging
@@ -93,9 +93,9 @@ class Trainer:
                 result = Result.of(json.loads(request.body))
         except (ConfigError, DataError, CheckpointError, WeightSyncError) as error:
             result = Result.failed(str(error))
-        except RliteError as error:
+        except Exception as error:  # of any engine: one request may not end the work of all tenants
             logger.exception("a request of %s failed", model.model_id)
-            result = Result.failed(f"the server failed with {type(error).__name__}: {error}", "server")
+            result = Result.failed(f"the server failed with {type(error).__name__}; its log has more", "server")
         if seq_id == 0 and not model.is_resident:
             model.is_gone = True
             model.write()
@@ -107,7 +107,10 @@ class Trainer:
         if model.is_resident and not is_state and request.kind == "optim_step":
             is_state = model.steps_since_save >= limits.save_every
             if is_state or model.journal.num_bytes > limits.max_journal_bytes // 2:
-                self.save_state(model)
+                try:
+                    self.save_state(model)
+                except (CheckpointError, StorageError) as error:  # the journal still holds what the state would
+                    logger.warning("the state of %s could not be saved: %s", model.model_id, error)
 
     def recover(self, model: TenantModel) -> None:
         """Read what a server before this one has accepted."""
