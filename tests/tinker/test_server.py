@@ -251,6 +251,10 @@ def test_what_cannot_be_served_is_refused_and_changes_nothing(served: Served, tm
         status, answer = ask(url, "create_session", {"sdk_version": "0.24.1", "tags": []})
         assert status == 400
         assert "0.25 or newer" in answer["detail"]
+        session = client.model_id.partition(":")[0]
+        whole = {"session_id": session, "model_seq_id": 9, "base_model": served.config.model}
+        status, answer = ask(url, "create_model", whole)
+        assert (status, "no whole model" in answer["detail"]) == (400, True)
         status, answer = ask(url, "forward_backward", {}, **{"Content-Type": "application/json"})
         assert status == 400
         assert "pip install -U tinker" in answer["detail"]

@@ -161,8 +161,8 @@ class TinkerServer:
         check_version(asked.sdk_version)
         session = self._shop.tenants.open_session(request[OWNER])
         told = "this server trains no adapter on the output embedding: train_unembed has no effect"
-        answer = {"type": "create_session", "session_id": session.session_id}
-        return web.json_response(answer | ({} if self._shop.is_full else {"info_message": told}))
+        answer = {"type": "create_session", "session_id": session.session_id, "info_message": told}
+        return web.json_response(answer)
 
     async def _session_heartbeat(self, request: web.Request) -> web.Response:
         asked = await read(request, bodies.SessionBody)

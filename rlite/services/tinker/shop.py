@@ -39,8 +39,6 @@ class Shop:
     """longest prompt and answer, and longest datum, in tokens"""
     max_models: int
     """models of a tenant"""
-    is_full: bool = False
-    """the whole module is trained, not adapters"""
 
     def check_base(self, name: str | None) -> None:
         """Check the base model of a request.

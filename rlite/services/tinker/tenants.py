@@ -80,13 +80,13 @@ class Request:
 
 @dataclass
 class TenantModel:
-    """One model of a tenant: an adapter, or the whole module."""
+    """One model of a tenant: an adapter."""
 
     model_id: str
     owner: str
     folder: Path
     spec: dict[str, Any]
-    """rank, seed and layers; `is_full` for the whole module"""
+    """rank, seed and layers"""
     journal: Journal
     next_seq: int = 0
     """the request that is worked on next"""

@@ -54,7 +54,8 @@ class TrainingRoutes:
         asked = await read(request, bodies.NewModel)
         session = self._shop.tenants.session(request[OWNER], asked.session_id)
         self._shop.check_base(asked.base_model)
-        lora = asked.lora_config or bodies.LoraConfig(rank=32)
+        if (lora := asked.lora_config) is None:
+            raise DataError("lora_config: expected one; this server trains adapters, and no whole model")
         if not (lora.train_attn or lora.train_mlp):
             raise DataError("lora_config: expected train_attn or train_mlp; train_unembed alone trains nothing here")
         seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
@@ -109,8 +110,7 @@ class TrainingRoutes:
         name, rank = self._shop.model_name, model.spec["rank"]
         data = {"arch": "causal_lm", "model_name": name, "tokenizer_id": name}
         answer = {"type": "get_info", "model_data": data, "model_id": model.model_id, "model_name": name}
-        is_lora = not self._shop.is_full
-        return web.json_response({**answer, "is_lora": is_lora, "lora_rank": rank if is_lora else None})
+        return web.json_response({**answer, "is_lora": True, "lora_rank": rank})
 
     async def _unload_model(self, request: web.Request) -> web.Response:
         asked = await read(request, bodies.ModelBody)

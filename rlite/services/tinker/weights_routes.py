@@ -43,9 +43,8 @@ class WeightsRoutes:
         asked = await read(request, bodies.WeightsInfo)
         model, _ = self._shop.tenants.weights(request[OWNER], asked.tinker_path)
         spec = {key: model.spec[key] for key in ("train_attn", "train_mlp")}
-        is_lora = not self._shop.is_full
-        answer = {"base_model": self._shop.model_name, "is_lora": is_lora, "train_unembed": False, **spec}
-        return web.json_response({**answer, "lora_rank": model.spec["rank"] if is_lora else None})
+        answer = {"base_model": self._shop.model_name, "is_lora": True, "train_unembed": False, **spec}
+        return web.json_response({**answer, "lora_rank": model.spec["rank"]})
 
     async def _copy_weights(self, request: web.Request) -> web.Response:
         asked = await read(request, bodies.CopyWeights)
@@ -81,11 +80,8 @@ class WeightsRoutes:
             "training_run_id": model.model_id,
             "base_model": self._shop.model_name,
             "model_owner": model.owner,
-        }
-        rank = None if self._shop.is_full else model.spec["rank"]
-        told |= {
-            "is_lora": rank is not None,
-            "lora_rank": rank,
+            "is_lora": True,
+            "lora_rank": model.spec["rank"],
             "last_request_time": _moment(model.folder.stat().st_mtime),
         }
         return {**told, **{key: found[0] if found else None for key, found in last.items()}}

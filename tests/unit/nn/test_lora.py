@@ -14,6 +14,7 @@ from rlite.backends.models.lora import merge
 from rlite.errors import ConfigError
 from rlite.nn import LoraOptions
 from rlite.trainer.model.modules import critic_module, policy_module
+from rlite.trainer.rl.options import ActorOptions
 from tests.tiny import build_model_dir
 
 
@@ -142,4 +143,4 @@ def test_adapters_need_untied_linear_layers(path, target, reason):
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"rlite\[lora\]"):
-        LoraOptions()
+        ActorOptions(model_name="model", lora=LoraOptions())
