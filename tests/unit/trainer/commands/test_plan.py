@@ -46,8 +46,8 @@ model, *choices = sys.argv[1:]
 for number, sizes in enumerate(choices):
     child = os.fork()  # a plan is made in a process of its own
     if child == 0:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(os.open(f"{number}.{stream.name}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+        for name in ("stdout", "stderr"):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), getattr(sys, name).fileno())
         sys.argv = ["rlite", "plan", model, "num_devices=64", *sizes.split()]
         cli.main() if "--json" in sys.argv else plan.main(sys.argv[2:])
         sys.exit()
@@ -71,7 +71,7 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str
     Qwen2Config(hidden_size=1024, intermediate_size=2048, **heads).save_pretrained(folder / "judge")
     command = [forked_python.python(), "-c", PROGRAM, f"model_name={model}", *map(" ".join, choices)]
     done = subprocess.run(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, timeout=280)
-    streams = [[(folder / f"{n}.<{name}>").read_text() for name in ("stdout", "stderr")] for n in range(len(choices))]
+    streams = [[(folder / f"{n}.{name}").read_text() for name in ("stdout", "stderr")] for n in range(len(choices))]
     codes = map(int, done.stdout.split())
     return {sizes: (code, out, err) for sizes, code, (out, err) in zip(choices, codes, streams, strict=True)}
 
