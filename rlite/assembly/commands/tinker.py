@@ -135,7 +135,6 @@ def make_server(
     tenants = Tenants(Path(options.folder).expanduser())
     served = ServedAdapters(serve, options.max_served)
     limits = TrainerLimits(
-        options.max_models,
         options.max_adapter_mib * 2**20,
         options.save_every,
         options.max_journal_mib << 20,

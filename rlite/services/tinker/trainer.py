@@ -43,7 +43,6 @@ _BYTES_PER_PARAMETER = 16
 class TrainerLimits:
     """Limits of one tenant, and of its models."""
 
-    max_models: int
     max_bytes: float
     """memory of the adapters that the engine holds, with gradients and optimizers"""
     save_every: int
