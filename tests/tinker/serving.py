@@ -28,6 +28,7 @@ class Served:
         self.train.build(**self.config.train_options())
         self.serve = RliteInferenceEngine(model)
         self.serve.build(colocate_with=self.train, **self.config.serve_options())
+        self._clients: dict[str, list[Any]] = {}
 
     @contextmanager
     def server(self, folder: Path, **options: Any) -> Iterator[str]:
@@ -57,6 +58,8 @@ class Served:
         try:
             yield address.result(60)
         finally:
+            for client in self._clients.pop(address.result(), []):
+                client.close("success").result(60)
             loop.call_soon_threadsafe(is_over.set)
             thread.join(60)
             for name in list(self.train.adapters):
@@ -65,8 +68,10 @@ class Served:
                 self.serve.remove_adapter(served)
 
     def client(self, url: str, owner: str = "ann") -> Any:
-        """A client of the real package."""
-        return client_package().ServiceClient(base_url=url, api_key=TOKENS[owner])
+        """A client of the real package, closed with its server: its heartbeat would log for as long as it lives."""
+        client = client_package().ServiceClient(base_url=url, api_key=TOKENS[owner])
+        self._clients.setdefault(url, []).append(client)
+        return client
 
     def trained(self, service: Any, rank: int = 4, seed: int = 1) -> Any:
         """A training client."""

@@ -106,3 +106,5 @@ def test_fifty_clients_at_once_equal_each_alone(model: Path, tmp_path: Path) -> 
         assert len({future.result().metrics["grad_norm:mean"] for future in steps}) == 1
         after = [client.forward(counting(2), "cross_entropy") for client in clients]
         assert len({future.result().metrics["loss:sum"] for future in after}) == 1
+        for future in [service.close("success") for service in services]:
+            future.result()

@@ -188,7 +188,7 @@ def test_a_full_disk_ends_the_trace_with_one_warning_and_nothing_else(
             trace.stage("group", number, "running")
     assert trace.is_on(), "no other trace replaces what was written"
     trace.stop()
-    [warning] = caplog.messages
+    [warning] = [record.getMessage() for record in caplog.records if record.name == trace.logger.name]
     assert re.search(r"^/dev/full: the trace ends here.* the disk is full.* goes on.* free space", warning)
 
 
