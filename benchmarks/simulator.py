@@ -6,7 +6,8 @@ Two kinds of runs are made, each with a record, metrics and a config as the trai
 
 - *scripted*: the real collector, router and record. Replicas sleep for each part of an answer, longer if they have more
   sequences, and the trainer sleeps for a constant and for each token of its batch. Two cores can do this in real time.
-- *grpo*: `rlite grpo` under torchrun with a tiny model, whose generation and training share the machine's cores.
+- *grpo*: `rlite grpo` under torchrun with a tiny model, whose answers end at random. Generation and training have a
+  core each.
 
 Of each kind, one run is the source. All others differ from it in staleness, concurrency, replicas, lengths, batch or
 on_stale, and are predicted from the source's folder alone. Printed are steps per hour (after WARM_UP steps) and shares
@@ -66,7 +67,7 @@ SECONDS_PER_TOKEN, SLOWDOWN = 0.004, 0.06
 """of the scripted replicas"""
 LEARN, LEARN_PER_TOKEN, SYNC = 0.10, 0.00015, 0.03
 """seconds of the scripted trainer"""
-NUM_PARTS = 6
+NUM_PARTS = 7
 """parts of a scripted answer, each with one sleep"""
 
 SCRIPTED: Mapping[str, tuple[dict[str, Any], list[str]]] = {
@@ -99,11 +100,14 @@ GRPO: Mapping[str, tuple[list[str], list[str]]] = {
         ["rollout.max_head_offpolicyness=3", "rollout.max_concurrent_rollouts=12"],
         ["rollout.max_head_offpolicyness=3", "rollout.max_concurrent_rollouts=12"],
     ),
-    "lengths 2x": (["rollout.train_sampling_params.max_new_tokens=96"], ["lengths=2x"]),
+    "lengths 2x": (["actor.model_name={0}/longer", "rollout.train_sampling_params.max_new_tokens=192"], ["lengths=2x"]),
     "batches of 4": (["train_data.prompts_per_rollout=4"], ["train_data.prompts_per_rollout=4"]),
     "2 groups": (["rollout.max_concurrent_rollouts=2"], ["rollout.max_concurrent_rollouts=2"]),
 }
-"""options of the runs of `rlite grpo`, and those of the simulation"""
+"""options of the runs of `rlite grpo`, in which {0} is the folder of the models, and those of the simulation"""
+STOP = 0.03
+"""chance that an answer of the runs of `rlite grpo` ends at a token. The record of a run whose answers had one length,
+and which always had the same number of them in flight, would not say what fewer at once would gain."""
 OWN_CODE = """
 import time
 from rlite.trainer.callbacks import Callback, register_callback
@@ -146,9 +150,11 @@ class SleepingReplica:
 
     async def _make(self, request: InFlightRequest) -> None:
         number, num_tokens = request.request.request_id, request.request.gconfig.max_new_tokens
+        # the first token is a part of its own, because the version of a group is that of its first token
         parts = min(NUM_PARTS, num_tokens)
         for part in range(parts):
-            count = num_tokens * (part + 1) // parts - num_tokens * part // parts
+            bounds = [(num_tokens - 1) * place // max(parts - 1, 1) for place in (part - 1, part)]
+            count = bounds[1] - bounds[0] if part else 1
             left = count * SECONDS_PER_TOKEN
             while left > 0:
                 began = time.monotonic()
@@ -285,9 +291,9 @@ def grpo(folder: Path, steps: int, scratch: Path, options: Sequence[str]) -> lis
         *(f"actor.model_name={scratch / 'model'}", "actor.lr=0", f"train_data.path={scratch / 'prompts.jsonl'}"),
         *("train_data.prompts_per_rollout=8", "train_data.responses_per_prompt=2", "reward.in_process=true"),
         *(f"reward.path={scratch / 'own_code.py'}:even", "rollout.max_model_len=256", "rollout.max_num_seqs=64"),
-        *("rollout.dynamic_filtering=false", "rollout.train_sampling_params.max_new_tokens=48"),
+        *("rollout.dynamic_filtering=false", "rollout.train_sampling_params.max_new_tokens=96"),
         *("rollout.max_head_offpolicyness=1", f"trainer.total_steps={steps}", f"trainer.save_freq={10 * steps}"),
-        *(f"trainer.save_dir={folder}", *options),
+        *(f"trainer.save_dir={folder}", *(option.format(scratch) for option in options)),
     ]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python"]
     done = subprocess.run(
@@ -305,8 +311,9 @@ def grpo(folder: Path, steps: int, scratch: Path, options: Sequence[str]) -> lis
 
 
 def prepare(scratch: Path) -> None:
-    """Write the model, the prompts and the own code of the runs of `rlite grpo`."""
-    model = build_model(scratch / "model", width=128, layers=2)
+    """Write the models, the prompts and the own code of the runs of `rlite grpo`."""
+    model = build_model(scratch / "model", width=128, layers=2, stop_probability=STOP)
+    build_model(scratch / "longer", width=128, layers=2, stop_probability=STOP / 2)
     prompts = json.loads((model / "prompts.json").read_text())
     texts = ["".join(chr(33 + token) for token in prompt) for prompt in prompts]
     (scratch / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
