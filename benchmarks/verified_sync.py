@@ -24,7 +24,7 @@ from benchmarks.model import build_model
 from rlite.services.console.probe import PROBE
 
 EVERY = 20
-"""the N of docs/rollouts.md"""
+"""the N of docs/verified-sync.md"""
 LIMIT = 0.01
 """share of the steps that verification may take at this N"""
 

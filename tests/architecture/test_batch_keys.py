@@ -1,6 +1,6 @@
 """The table of batch keys is complete: what the library writes into a batch or reads from one stands there.
 
-python -m tests.architecture.test_batch_keys    write the table into docs/rollouts.md
+python -m tests.architecture.test_batch_keys    write the table into docs/batches.md
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlite.rollout.conversation import Transcript
 from rlite.types import LLMResponse
 
 ROOT = Path(__file__).parents[2]
-DOC = ROOT / "docs" / "rollouts.md"
+DOC = ROOT / "docs" / "batches.md"
 BEGIN, END = "<!-- batch keys: python -m tests.architecture.test_batch_keys -->", "<!-- end of batch keys -->"
 BATCHES = {"batch", "packed", "trajectory", "rows", "row", "joined", "spare", "columns", "found.batch", "group"}
 PACKS = {"data"}

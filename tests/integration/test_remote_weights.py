@@ -29,7 +29,7 @@ from tests.integration.rewards import digits
 from tests.integration.test_remote_servers import KEY, Server
 from tests.tiny import build_model_dir
 
-PAGE = Path(__file__).parents[2] / "docs" / "executors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "remote.md"
 REWARD = """
 def correct(prompt, completions, prompt_ids, completion_ids, **row):
     return float(len(completion_ids) % 2)
@@ -107,9 +107,9 @@ def test_grpo_trains_on_a_server_that_serves_the_weights_of_each_step(
 def test_the_command_of_the_page_trains_on_the_servers(
     model: Path, servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/executors.md: the command as printed, but for its model, addresses and size."""
+    """docs/remote.md: the command as printed, but for its model, addresses and size."""
     monkeypatch.chdir(tmp_path)
-    section = PAGE.read_text().partition("### Training on servers of your own")[2].partition("```bash\n")[2]
+    section = PAGE.read_text().partition("## Training on servers of your own")[2].partition("```bash\n")[2]
     command = section.partition("```")[0].replace("\\\n", " ").partition("rlite ppo ")[2]
     assert command.count("Qwen/Qwen3-0.6B") == 1
     assert "[http://127.0.0.1:8000,http://127.0.0.1:8001]" in command

@@ -106,7 +106,7 @@ def test_adapters_that_are_not_merged_into_what_is_sent_are_an_alarm(
 def test_the_loop_of_the_documents_tells_a_sync_that_changes_nothing(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "verified-sync.md").read_text()
     (program,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "verify_checksums" in each]
     serve, train = RliteInferenceEngine(model), RliteTrainEngine(on_meta(POLICIES["qwen3"], model))
     serve.build(max_model_len=64, max_num_seqs=4)

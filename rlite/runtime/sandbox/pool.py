@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 EXIT_CODES = range(1 - signal.NSIG, 256)
 """exit codes of processes; a negative code is a signal's number"""
 UNPROTECTED = (
-    "no {} here: code in sandbox processes can reach this program; see docs/rewards.md#what-the-kernel-refuses"
+    "no {} here: code in sandbox processes can reach this program; see docs/sandbox.md#what-the-kernel-refuses"
 )
 KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
