@@ -4,6 +4,7 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 LOWEST_VENV ?= .venv-lowest
 MOCK_VENV ?= .venv-mock
+DOCS_VENV ?= .venv-docs
 # Where torch comes from. Empty: the CPU build, from the index that pip is configured with if that has it, else from
 # PyTorch's own. For a GPU, say, RLITE_TORCH_INDEX=https://download.pytorch.org/whl/cu130
 RLITE_TORCH_INDEX ?=
@@ -25,7 +26,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(DEA
 QUICKLY = $(PYTEST) -m "not slow and not nightly" --hypothesis-profile=quick
 
 .DEFAULT_GOAL := help
-.PHONY: help wheel wheel-check release-files test-lowest quickstart test test-fast test-vllm test-harness test-doors test-tinker test-transformers test-triton nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
+.PHONY: help docs wheel wheel-check release-files test-lowest quickstart test test-fast test-vllm test-harness test-doors test-tinker test-transformers test-triton nightly gpu-check gpu-rehearsal check static core sloc interfaces format bench-vllm-env bench-trl-env clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -135,6 +136,11 @@ wheel-check: wheel  ## the wheel in an empty environment outside of the checkout
 		&& cp tests/release/smoke.py $$scratch && cd $$scratch && export PYTHONNOUSERSITE=1 HF_HUB_OFFLINE=1 \
 		&& venv/bin/python smoke.py && venv/bin/rlite quickstart
 
+# opens with `python -m http.server --directory site`; search needs a server, and nothing else does
+docs: $(DOCS_VENV)/.installed  ## the documentation site, in site/; fails on a warning or a dead link
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet --strict
+	$(DOCS_VENV)/bin/python -m tools.site.check
+
 release-files: $(VENV)/.installed  ## write CITATION.cff, SECURITY.md and the links of issue templates from pyproject.toml
 	$(BIN)/python -m tools.release_files
 
@@ -156,7 +162,7 @@ bench-vllm-env: $(VLLM_VENV)/.installed  ## .venv-vllm: the real vLLM on CPU, fo
 bench-trl-env: .venv-trl/.installed  ## .venv-trl: TRL, for benchmarks/peers/trl_grpo.py
 
 clean:  ## remove every environment and cache that make made
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(MOCK_VENV) .venv-trl $(DIST) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(MOCK_VENV) $(DOCS_VENV) .venv-trl $(DIST) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # $(call install_torch,VENV): the CPU build carries the suffix +cpu on Linux and none elsewhere
 ifeq ($(RLITE_TORCH_INDEX),)
@@ -209,6 +215,12 @@ $(VLLM_VENV)/.installed: benchmarks/peers/requirements-vllm.txt constraints-cpu.
 	$(call install_torch,$(VLLM_VENV))
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps --no-compile -r benchmarks/peers/requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
+	touch $@
+
+# reads the sources without importing them, so it needs neither rlite nor torch
+$(DOCS_VENV)/.installed: tools/site/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet -r tools/site/requirements.txt
 	touch $@
 
 # the bounds of the dependencies of rlite itself; the rest is what pip finds beside them

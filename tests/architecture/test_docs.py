@@ -29,10 +29,49 @@ def programs(path: Path) -> list[ast.Module]:
     return [ast.parse(block) for block in blocks if " -> (" not in block]
 
 
+LINK = re.compile(r"\]\((?P<target>[^)#\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
+MADE = {
+    "install.md": ROOT / "README.md",
+    "contributing.md": ROOT / "CONTRIBUTING.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+}
+"""pages that only the site has, and the files that they are made from"""
+MAX_WORDS = 2500
+GENERATED = {"architectures.md", "gpu_rehearsal.md", "interfaces.md"}
+
+
+def prose(path: Path) -> str:
+    """Return a page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).replace("`", "").lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-"))
+    return found
+
+
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    dead = []
+    for link in LINK.finditer(prose(path)):
+        target, anchor = link["target"], link["anchor"]
+        if ":" in target:
+            if not re.fullmatch(r"https?://[\w.-]+(?::\d+)?(?:/\S*)?|mailto:\S+", target):
+                dead.append(target)
+            continue
+        file = MADE.get(target, path.parent / target) if target else path
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            dead.append(f"{target}#{anchor}")
+    assert dead == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_no_page_is_too_long_to_read(path: Path) -> None:
+    assert path.name in GENERATED or len(path.read_text().split()) <= MAX_WORDS
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))

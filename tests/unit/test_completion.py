@@ -1,4 +1,4 @@
-"""Completion of commands, keys and values, by the program that bash reads."""
+"""Completion of commands, keys and values, by the program that bash reads, as docs/commands.md says."""
 
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+"""Every code block of the README and of docs runs on a tiny model, or says why it does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rlite
+from tests.docs.blocks import LANGUAGES, ROOT, blocks, pages
+from tests.docs.running import World
+from tests.marks import nightly
+from tests.tiny import build_model_dir
+
+BLOCKS = [block for page in pages() for block in blocks(page)]
+RUN_HERE = [page for page in pages() if any(block.is_run_here for block in blocks(page))]
+QUICK = {"README.md"}
+"""pages whose blocks run in seconds; `make nightly` runs the others"""
+MAX_NOT_RUN = 0.2
+"""share of the blocks that nothing runs"""
+FUNCTIONS = """
+def correct(prompt, completions, prompt_ids, completion_ids, **row):
+    return float(completions[:1] == row.get("answer", "")[:1])
+
+
+def brief(prompt, completions, prompt_ids, completion_ids, **row):
+    return -float(len(completions))
+
+
+right, compute = correct, brief
+"""
+
+
+def test_every_block_names_its_language() -> None:
+    unknown = [f"{block.place}: {block.language!r}" for block in BLOCKS if block.language not in LANGUAGES]
+    assert unknown == [], "output is a block of the language `text`"
+
+
+def test_at_most_a_fifth_of_the_blocks_is_not_run() -> None:
+    silent = [block.place for block in BLOCKS if block.reason is not None]
+    assert len(silent) <= MAX_NOT_RUN * len(BLOCKS), silent
+
+
+def test_tests_that_blocks_name_know_the_page_or_are_what_the_block_runs() -> None:
+    for block in BLOCKS:
+        if block.test is not None:
+            told = (ROOT / block.test).read_text(encoding="utf-8")
+            assert block.page.name in told or block.test in block.text, f"{block.place}: {block.test}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what pages name: a model, tables, functions and finished runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    build_model_dir(folder / "model", "qwen3", hidden=64, **sizes)
+    sums = [{"prompt": f"{a} + 2 =", "answer": str(a + 2)} for a in range(8)]
+    write(folder / "sums.jsonl", sums)
+    for name in ("prompts", "test", "held_out", "math", "code"):
+        write(folder / f"{name}.jsonl", sums)
+    write(folder / "rows.jsonl", [{"prompt": row["prompt"], "response": row["answer"]} for row in sums])
+    write(folder / "pairs.jsonl", [{"prompt": row["prompt"], "chosen": "yes", "rejected": "no"} for row in sums])
+    (folder / "gsm8k").mkdir()
+    for name in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(sums), folder / "gsm8k" / f"{name}.parquet")
+    for name in ("my.py", "score.py"):
+        (folder / name).write_text(FUNCTIONS, encoding="utf-8")
+    for name in ("configs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def world(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """The folder and the names of one page."""
+    own = tmp_path / "page"
+    shutil.copytree(folder, own, symlinks=True)
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(str(own))
+    before = set(sys.modules)
+    yield World(own / "model", monkeypatch)
+    rlite.shutdown()
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(own)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if page.name in QUICK else nightly, id=page.relative_to(ROOT).as_posix())
+        for page in RUN_HERE
+    ],
+)
+def test_the_blocks_of_a_page_run(page: Path, world: World) -> None:
+    for block in blocks(page):
+        if block.is_run_here:
+            try:
+                world.run(block)
+            except BaseException as error:
+                raise AssertionError(f"{block.place}: {type(error).__name__}: {error}") from error
