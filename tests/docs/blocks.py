@@ -1,9 +1,10 @@
 """The code blocks of the README and of the pages in docs, and what a page says of each.
 
-A comment before a block says that it is not run here:
+A comment before a block says that it is not run here, or how it ends:
 
     <!-- not run: REASON -->        nothing runs it
     <!-- run by tests/FILE.py -->   this test reads the page, or is what the block runs
+    <!-- ends with: TEXT -->        the block runs here, and its command fails with a message that has this text
 
 A block of the language `text` is output and not code.
 """
@@ -18,7 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "bash", "sh", "yaml", "json", "toml")
-MARKER = re.compile(r"<!-- (not run: (?P<reason>.+?)|run by (?P<test>tests/[\w/]+\.py)) -->")
+MARKER = re.compile(
+    r"<!-- (not run: (?P<reason>.+?)|run by (?P<test>tests/[\w/]+\.py)|ends with: (?P<failure>.+?)) -->"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Block:
         """File of the test that runs the block, if it is another one."""
         found = MARKER.fullmatch(self.before)
         return found["test"] if found else None
+
+    @cached_property
+    def failure(self) -> str | None:
+        """Text of the message with which the block's command fails, if it has to fail."""
+        found = MARKER.fullmatch(self.before)
+        return found["failure"] if found else None
 
     @property
     def is_run_here(self) -> bool:

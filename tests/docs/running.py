@@ -165,7 +165,8 @@ class World:
             with config.quick_checks():
                 config.load(options, options.arguments(own), aliases=options.aliases)
             own = [word for word in own if not PLACES.fullmatch(word)]
-        own += [word for word in SMALL.get(name, ()) if not (name == "eval" and holds(own, "--tasks"))]
+        if "tiny.yaml" not in own:  # a run of seconds already
+            own += SMALL.get(name, [])
         self.patch.setattr(sys, "argv", ["rlite", name, *own, *(ALONE if name in TRAINERS else ())])
         try:
             cli.main()

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rlite
-from tests.docs.blocks import LANGUAGES, ROOT, blocks, pages
+from tests.docs.blocks import LANGUAGES, ROOT, Block, blocks, pages
 from tests.docs.running import World
 from tests.marks import nightly
 from tests.tiny import build_model_dir
@@ -105,7 +105,16 @@ def world(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_the_blocks_of_a_page_run(page: Path, world: World) -> None:
     for block in blocks(page):
         if block.is_run_here:
-            try:
-                world.run(block)
-            except BaseException as error:
-                raise AssertionError(f"{block.place}: {type(error).__name__}: {error}") from error
+            failure = failure_of(block, world)
+            assert (block.failure or "") in failure if failure else block.failure is None, f"{block.place}: {failure}"
+
+
+def failure_of(block: Block, world: World) -> str:
+    """Run a block, and return how it failed, or an empty text."""
+    try:
+        world.run(block)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or block.failure is None:
+            raise AssertionError(f"{block.place}: {type(error).__name__}: {error}") from error
+        return f"{type(error).__name__}: {error}"
+    return ""

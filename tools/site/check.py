@@ -1,7 +1,7 @@
 """Check the built site: python -m tools.site.check
 
-No page loads anything from the network, links within the site lead to pages and anchors that exist, every public name of
-docs/interfaces.md has an entry, and search finds every page. Exit status 1 if something is wrong.
+No page loads anything from the network, links within the site lead to pages and anchors that exist, every public name
+of docs/interfaces.md has an entry, and search finds every page. Exit status 1 if something is wrong.
 """
 
 from __future__ import annotations
