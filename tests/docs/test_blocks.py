@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,6 @@ import pytest
 import rlite
 from tests.docs.blocks import LANGUAGES, ROOT, Block, blocks, pages
 from tests.docs.running import World
-from tests.marks import nightly
 from tests.tiny import build_model_dir
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
@@ -95,13 +95,13 @@ def world(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
             del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=() if page.name in QUICK else nightly, id=page.relative_to(ROOT).as_posix())
-        for page in RUN_HERE
-    ],
-)
+def case(page: Path) -> Any:
+    """Return a page as a parameter, for the night unless its blocks run in seconds."""
+    name = page.relative_to(ROOT).as_posix()
+    return pytest.param(page, marks=() if name in QUICK else pytest.mark.nightly, id=name)
+
+
+@pytest.mark.parametrize("page", [case(page) for page in RUN_HERE])
 def test_the_blocks_of_a_page_run(page: Path, world: World) -> None:
     for block in blocks(page):
         if block.is_run_here:
