@@ -279,6 +279,14 @@ def changed(group: Options, own: Options | None = None) -> list[str]:
     return [name for name, value in group if value != default[name]]
 
 
+def set_keys(config: Options) -> list[str]:
+    """Return the keys of a config whose values are not the defaults of its class, which may be those of a preset."""
+    defaults: dict[str, Any] = {}
+    for path, _, value in _keys(type(config)):
+        defaults |= flat({path: to_container(value)})
+    return [key for key, value in flat(to_container(config)) if key not in defaults or value != defaults[key]]
+
+
 def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     """Return the text of `--help`: the usual keys, then every key by group, with its type, default and sentence.
 

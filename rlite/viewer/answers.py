@@ -10,18 +10,33 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, groupby, islice, takewhile
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rlite.errors import DataError
-from rlite.evaluation.statistics import clustered_errors, wrong_score
+from rlite.evaluation.statistics import wrong_score
 from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
+from rlite.viewer.prompts import MAX_PROMPT, ending, items, prompts, read_prompts, shortened, text_of
 from rlite.viewer.run import ViewedRun, read_audit
+from rlite.viewer.tables import (
+    PARTS,
+    columns,
+    evaluated_scores,
+    known_scores,
+    lost_rows,
+    means_by_step,
+    of_steps,
+    rounded,
+    segments_with,
+    select,
+    spent_seconds,
+    statuses_by_step,
+    train_rewards,
+)
 from rlite.viewer.trace import timeline
 from rlite.yaml_texts import flat
 
@@ -96,278 +111,9 @@ def jsonable(value: Any, not_finite: Callable[[float], Any] = lambda number: Non
     return str(value)
 
 
-PARTS = "reward_parts"
-USED = ("trained", "evaluated")
-"""statuses of rollouts that are not in the ledger"""
-DIGITS = 5
-
-
-def columns(table: pa.Table) -> dict[str, list[Any]]:
-    """Return the columns of a table of rows. Parts of the reward become columns `reward/NAME`."""
-    parts = reward_parts(table) if PARTS in table.column_names else {}
-    found = {name: table[name] for name in table.column_names if name != PARTS} | parts
-    return {name: plain(column) for name, column in found.items()}
-
-
-def reward_parts(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    """Return the parts of the reward by the names of their columns."""
-    parts = table[PARTS].combine_chunks()
-    if isinstance(parts, pa.ChunkedArray):  # a table without rows
-        return {}
-    names = sorted(name for name in pc.unique(parts.keys).to_pylist() if name is not None)
-    return {f"reward/{name}": pc.map_lookup(parts, query_key=name, occurrence="first") for name in names}
-
-
-def plain(column: pa.ChunkedArray | pa.Array) -> list[Any]:
-    """Return the values of a column; numbers that are not finite become None."""
-    return (pc.if_else(pc.is_finite(column), column, None) if pa.types.is_floating(column.type) else column).to_pylist()
-
-
-def of_steps(table: pa.Table, steps: Sequence[int]) -> pa.Table:
-    """Return the rows of some steps."""
-    return table.filter(pc.is_in(table["step"], pa.array(steps, pa.int32())))
-
-
-def segments_with(text: str, table: pa.Table, role: str | None = None) -> Iterator[tuple[int, str]]:
-    """Yield the segments of rollouts in which a text occurs, in upper or lower case.
-
-    Args:
-        text: the text to find.
-        table: rollouts with their segments.
-        role: role of the segments to look at; None: all roles.
-
-    Yields:
-        The number of the rollout's row, and the segment's text.
-    """
-    segments = table["segments"].combine_chunks()
-    if not len(segments):
-        return
-    parts, parents = segments.flatten(), pc.list_parent_indices(segments)
-    found = pa.table({"row": parents, "role": parts.field("role"), "text": parts.field("text")})
-    hits = found.filter(pc.match_substring(found["text"], text, ignore_case=True))
-    hits = hits if role is None else select(hits, role=role)
-    for row, segment in zip(hits["row"], hits["text"], strict=True):  # callers stop after some
-        yield row.as_py(), segment.as_py()
-
-
 def steps_of(run: ViewedRun, source: str) -> list[int]:
     """Return the steps of a source, in their order."""
     return pc.unique(run.record.table(source)["step"]).to_pylist()
-
-
-def select(table: pa.Table, **values: Any) -> pa.Table:
-    """Return the rows whose columns have these values."""
-    for name, value in values.items():
-        table = table.filter(pc.equal(table[name], value))
-    return table
-
-
-def rounded(values: Sequence[Any] | None) -> list[float | None] | None:
-    """Return numbers with five digits; None in place of numbers that are not finite."""
-    if values is None:
-        return None
-    return [None if v is None or not math.isfinite(v) else float(f"{v:.{DIGITS}g}") for v in values]
-
-
-def means_by_step(table: pa.Table, values: pa.ChunkedArray) -> dict[str, list[Any]]:
-    """Return mean and standard error of values for each step.
-
-    The standard error is clustered by group, because the rollouts of a group answer one prompt. It is not finite for a
-    step with one group.
-
-    Args:
-        table: rows.
-        values: one number for each row; null does not count.
-    """
-    data = pa.table({"step": table["step"], "group": table["group"], "value": values}).filter(pc.is_valid(values))
-    sums = data.group_by(["step", "group"]).aggregate([("value", "sum"), ("value", "count")]).sort_by("step")
-    rows, totals, counts = (sums[name].to_numpy() for name in ("step", "value_sum", "value_count"))
-    steps, first, clusters = np.unique(rows, return_index=True, return_counts=True)
-    numbers = np.add.reduceat(counts, first)
-    with np.errstate(invalid="ignore"):  # a reward is not finite
-        means = np.add.reduceat(totals, first) / numbers
-        errors = clustered_errors(totals - np.repeat(means, clusters) * counts, first, numbers)
-    found = {"steps": steps, "values": means, "errors": errors, "counts": numbers}
-    return {name: own.tolist() for name, own in found.items()}
-
-
-def train_rewards(table: pa.Table) -> pa.ChunkedArray:
-    """Return the rewards of training; null for rollouts that the end of the run, or the engine, has aborted."""
-    return pc.if_else(pc.equal(table["status"], "aborted"), None, table["reward"])
-
-
-def known_scores(table: pa.Table) -> pa.ChunkedArray:
-    """Return the numbers by which rollouts are evaluated: scores, else rewards; null for a failed episode."""
-    return pc.if_else(pc.equal(table["status"], "evaluated"), pc.coalesce(table["score"], table["reward"]), None)
-
-
-def evaluated_scores(table: pa.Table) -> pa.ChunkedArray:
-    """Return the numbers that an evaluation averages.
-
-    A failed episode counts 0, or the lowest number of its step if that is below 0, as in `rlite.evaluation.metrics`.
-    """
-    known = known_scores(table)
-    values = known.to_numpy()
-    _, place = np.unique(table["step"].to_numpy(), return_inverse=True)
-    lowest = np.zeros(len(values))
-    np.fmin.at(lowest, place, values)
-    return pa.chunked_array([np.where(known.is_null().to_numpy(), lowest[place], values)])
-
-
-def statuses_by_step(table: pa.Table) -> dict[str, Any]:
-    """Return how often each status occurs in each step."""
-    counts = table.group_by(["step", "status"]).aggregate([([], "count_all")]).to_pylist()
-    steps = sorted({row["step"] for row in counts})
-    found: dict[str, dict[int, int]] = defaultdict(lambda: dict.fromkeys(steps, 0))
-    for row in counts:
-        found[str(row["status"])][row["step"]] = row["count_all"]
-    return {"steps": steps, "counts": {status: [*own.values()] for status, own in found.items()}}
-
-
-def lost_rows(table: pa.Table) -> pa.Table:
-    """Return the rows of the ledger, with the kind of each reason: its text before the first colon."""
-    lost = table.filter(pc.invert(pc.is_in(table["status"], pa.array(USED))))
-    reasons = pc.fill_null(lost["reason"], "")
-    kinds = pc.replace_substring_regex(reasons, r"^sample \d+ of the group: ", "")
-    kinds = pc.replace_substring_regex(kinds, r"(?s):.*", "")
-    return lost.set_column(lost.column_names.index("reason"), "reason", reasons).append_column("kind", kinds)
-
-
-MAX_ITEMS = 500
-MAX_PROMPT = 160
-"""characters of a prompt in the list"""
-FIRST_STEPS, LAST_STEPS = 1, 8
-"""steps of a source whose texts are read to find prompts"""
-MAX_SEARCHED = 256_000_000
-"""bytes of texts that a search reads, about: it keeps all other questions of the pages waiting"""
-SPECIAL = re.compile(r"<\|[^|>]{1,40}\|>")
-
-
-def items(run: ViewedRun, query: Query) -> dict[str, Any]:
-    """Return the prompts of a run, the most often tried first.
-
-    An item is a row's number if its data has no ids, so that training data and each test set have an item 0. The set
-    distinguishes them.
-
-    Args:
-        run: the run.
-        query: `text` that the item, or a recorded prompt of it, has.
-
-    Returns:
-        The prompts, their number, and whether the texts of older steps were not searched.
-    """
-    tables = [_of_source(run, source) for source in run.record.sources]
-    if not tables:
-        return {"items": {}, "number": 0, "is_cut": False}
-    wanted = [("step", "count_distinct"), ("step", "count"), ("step", "max"), ("reward", "mean")]
-    found = pa.concat_tables(tables).group_by(["set", "item"]).aggregate(wanted)
-    hits: dict[tuple[str, str], str] = {}
-    is_cut = False
-    if text := query.text("text"):
-        hits, is_cut = _prompt_hits(run, text)
-        is_hit = pa.array([place in hits for place in _places(found)], pa.bool_())
-        found = found.filter(pc.or_(pc.match_substring(found["item"], text, ignore_case=True), is_hit))
-    found = found.append_column("length", pc.utf8_length(found["item"]))  # m2 comes before m10
-    order = [("step_count_distinct", "descending"), ("step_count", "descending")]
-    order += [("set", "ascending"), ("length", "ascending"), ("item", "ascending")]
-    kept = found.sort_by(order).slice(0, MAX_ITEMS).drop_columns(["length"])
-    known = prompts(run)
-    texts = [_shown(known.get(place), hits.get(place), text) for place in _places(kept)]
-    return {"items": {**columns(kept), "prompt": texts}, "number": found.num_rows, "is_cut": is_cut}
-
-
-def item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
-    """Return the rows of one prompt, by source."""
-    chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
-    tables = {source: select(run.record.table(source), item=query.text("item")) for source in chosen}
-    return [{"source": source, "columns": columns(table)} for source, table in tables.items() if len(table)]
-
-
-def prompts(run: ViewedRun) -> dict[tuple[str, str], str]:
-    """Return the beginning of prompts by set and item, from the texts of a few steps."""
-    found: dict[tuple[str, str], str] = {}
-    for source in run.record.sources:
-        own = _prompts_of_source(run, source)
-        found |= zip([(run.set_of(source), name) for name in own], shortened(list(own.values())), strict=True)
-    return found
-
-
-def shortened(texts: list[str]) -> list[str]:
-    """Return prompts in one short line each, without the lines that all of them begin and end with."""
-    head = tail = 0
-    if len(texts) > 1:
-        head = _common_lines(texts)
-        tail = _common_lines([text[head:][::-1] for text in texts])
-    bodies = (text[head : len(text) - tail] for text in texts)
-    return [" ".join(SPECIAL.sub(" ", body[: 4 * MAX_PROMPT]).split())[:MAX_PROMPT] for body in bodies]
-
-
-def _common_lines(texts: list[str]) -> int:
-    """Return the number of characters of the whole lines with which all texts begin."""
-    first, last = min(texts), max(texts)  # what these two share, all share
-    shared = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
-    return first.rfind("\n", 0, sum(1 for _ in shared)) + 1
-
-
-def _prompt_hits(run: ViewedRun, text: str) -> tuple[dict[tuple[str, str], str], bool]:
-    """Find a text in recorded prompts, the newest files of each source first.
-
-    Returns:
-        The place in each prompt that has the text, by set and item; and whether older files were left out.
-    """
-    found: dict[tuple[str, str], str] = {}
-    left = MAX_SEARCHED
-    for source in run.record.sources:
-        items_of = _items_of_groups(run.record.table(source))
-        for table in run.record.segments(source, newest_first=True):
-            if left <= 0:
-                return found, True
-            left -= table.nbytes
-            for row, prompt in segments_with(text, table, "prompt"):
-                name = items_of.get((table["step"][row].as_py(), table["group"][row].as_py()))
-                if name is not None and (run.set_of(source), name) not in found:
-                    found[run.set_of(source), name] = _around(prompt, text)
-    return found, False
-
-
-def _items_of_groups(rows: pa.Table) -> dict[tuple[int, int], str]:
-    """Return the item of each group by step and group."""
-    groups = rows.group_by(["step", "group"]).aggregate([("item", "min")]).to_pylist()
-    return {(row["step"], row["group"]): row["item_min"] for row in groups}
-
-
-def _around(prompt: str, text: str) -> str:
-    """Return one line of a prompt with a text in it."""
-    hit = re.search(re.escape(text), prompt, re.IGNORECASE)
-    begin = max(0, hit.start() - MAX_PROMPT // 4) if hit else 0
-    return " ".join(SPECIAL.sub(" ", prompt[begin : begin + MAX_PROMPT]).split())
-
-
-def _shown(known: str | None, hit: str | None, text: str) -> str | None:
-    """Return the beginning of a prompt, or the matching excerpt if the beginning lacks the text."""
-    return known if hit is None or (known and text.lower() in known.lower()) else hit
-
-
-def _places(table: pa.Table) -> Iterator[tuple[str, str]]:
-    return zip(table["set"].to_pylist(), table["item"].to_pylist(), strict=True)
-
-
-def _of_source(run: ViewedRun, source: str) -> pa.Table:
-    table = run.record.table(source).select(["item", "step", "reward"])
-    return table.append_column("set", pa.array([run.set_of(source)] * len(table), pa.string()))
-
-
-def _prompts_of_source(run: ViewedRun, source: str) -> dict[str, str]:
-    table, steps = run.record.table(source), steps_of(run, source)
-    chosen = sorted({*steps[:FIRST_STEPS], *steps[-LAST_STEPS:]})
-    items_of = _items_of_groups(of_steps(table, chosen))
-    found: dict[str, str] = {}
-    for texts in run.record.segments(source, chosen):
-        for row in texts.filter(pc.and_(pc.equal(texts["sample"], 0), pc.is_valid(texts["segments"]))).to_pylist():
-            name = items_of.get((row["step"], row["group"]))
-            if name is not None and name not in found:
-                found[name] = "".join(part["text"] or "" for part in row["segments"] if part["role"] == "prompt")
-    return {name: text for name, text in found.items() if text}
 
 
 MAX_DIFFERENT = 20
@@ -398,8 +144,9 @@ def differences(run: ViewedRun, sources: Sequence[str]) -> list[dict[str, Any]]:
     one, other = (_means(run, source, wrong_score(extremes, is_lowest_best)) for source in sources)
     both = [(item, one[item], other[item]) for item in one.keys() & other.keys() if one[item] != other[item]]
     both.sort(key=lambda each: (-abs(each[2] - each[1]), each[0]))
-    known = prompts(run) if both else {}
     place = run.set_of(sources[0])
+    read_prompts(run, {(place, item) for item, _, _ in both[:MAX_DIFFERENT]})
+    known = prompts(run)
     return [
         {"set": place, "item": item, "prompt": known.get((place, item)), "first": before, "second": after}
         for item, before, after in both[:MAX_DIFFERENT]
@@ -463,6 +210,11 @@ def _about(run: ViewedRun) -> dict[str, Any]:
         "problems": run.problems,
         "notes": run.notes,
         "changed_at": run.changed_at,
+        "state": run.state,
+        "total_steps": run.total_steps,
+        "begun": run.chain.begun,
+        "error": (run.chain.ended or {}).get("error", ""),
+        "equal_rewards_teach": not do_equal_rewards_teach_nothing(run.folder),
         "live_s": run.live_s,
         "has_trace": run.trace.path.exists(),
         "metrics": sorted(run.metrics.series),
@@ -485,6 +237,7 @@ def _overview(run: ViewedRun, query: Query) -> dict[str, Any]:
     return {
         "results": results(run),
         "phases": run.metrics.phases(),
+        "clock": run.metrics.clock(),
         "sources": means,
         "statuses": _statuses(table),
         "statuses_by_step": statuses_by_step(table),
@@ -514,6 +267,26 @@ def sample_answer(row: Mapping[str, Any], sequences: Iterable[Mapping[str, Any]]
     return jsonable({"row": {**row, **by_name}, "sequences": [_sequence(each) for each in sequences]})
 
 
+def _texts(run: ViewedRun, query: Query) -> dict[str, Any]:
+    """Return prompts and data of a step's groups, and the ends of their answers, as far as they are recorded."""
+    known = [row for row in run.record.texts(_source(run, query), query.whole("step")) if row["segments"]]
+    groups = {row["group"]: row for row in reversed(known)}
+    short = shortened([text_of(row["segments"], "prompt") for row in groups.values()])
+    about = [
+        {
+            "group": group,
+            "prompt": prompt,
+            "data": [[name, (text or "")[:MAX_PROMPT]] for name, text in row["data"] or ()],
+        }
+        for (group, row), prompt in zip(groups.items(), short, strict=True)
+    ]
+    answers = [
+        {"group": row["group"], "sample": row["sample"], "end": ending(text_of(row["segments"], "model"))}
+        for row in known
+    ]
+    return {"groups": about, "answers": answers}
+
+
 def _group(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
     source, step, group = _source(run, query), query.whole("step"), query.whole("group")
     found = (select(table, group=group).to_pylist() for table in run.record.segments(source, [step]))
@@ -541,6 +314,17 @@ def _snippet(found: str, text: str) -> list[str]:
     return [found[max(0, at - CONTEXT) : at], found[at:end], found[end : end + CONTEXT]]
 
 
+def _items(run: ViewedRun, query: Query) -> dict[str, Any]:
+    return items(run, query.text("text"))
+
+
+def _item(run: ViewedRun, query: Query) -> list[dict[str, Any]]:
+    """Return the rows of one prompt, by source."""
+    chosen = [source for source in run.record.sources if run.set_of(source) == query.text("set")]
+    tables = {source: select(run.record.table(source), item=query.text("item")) for source in chosen}
+    return [{"source": source, "columns": columns(table)} for source, table in tables.items() if len(table)]
+
+
 def _config(run: ViewedRun, query: Query) -> Any:
     return jsonable(dict(flat(run.config)), not_finite=str)
 
@@ -558,7 +342,8 @@ def _ledger(run: ViewedRun, query: Query) -> dict[str, Any]:
     lost = lost_rows(table)
     kinds = _amounts(lost, "kind")
     numbers = {"rollouts": table.num_rows, "lost": lost.num_rows, "num_kinds": kinds.num_rows}
-    statuses = {"statuses": _statuses(table), "by_step": statuses_by_step(table)}
+    sums = {"tokens": pc.sum(table["response_tokens"]).as_py(), "seconds": pc.sum(spent_seconds(table)).as_py()}
+    statuses = {"statuses": _statuses(table), "by_step": statuses_by_step(table), "sums": sums}
     kinds_shown = _with_steps(kinds.slice(0, MAX_KINDS))
     return {**numbers, **statuses, "kinds": kinds_shown, "audit": read_audit(run.folder)}
 
@@ -582,6 +367,7 @@ def _lost(run: ViewedRun, query: Query, key: str) -> pa.Table:
 def _amounts(lost: pa.Table, key: str) -> pa.Table:
     """Return how many rollouts were lost by status and key, the most first, with their steps."""
     wanted = [([], "count_all"), ("step", "min"), ("step", "max"), ("step", "list"), ("reward", "mean")]
+    wanted += [("response_tokens", "sum"), ("seconds", "sum")]
     wanted += [("reason", "min"), ("reason", "count_distinct")] if key == "kind" else []
     order = [("count_all", "descending"), ("status", "ascending"), (key, "ascending")]
     return lost.group_by(["status", key]).aggregate(wanted).sort_by(order)
@@ -616,8 +402,8 @@ def _source(run: ViewedRun, query: Query) -> str:
     return source
 
 
-_ANSWERS: list[Callable[[ViewedRun, Query], Any]] = [_overview, _series, _rows, _sample, _group, _search, items, item]
-_ANSWERS += [_config, _timeline, _ledger, _ledger_reasons, _ledger_rows]
+_ANSWERS: list[Callable[[ViewedRun, Query], Any]] = [_overview, _series, _rows, _texts, _sample, _group, _search]
+_ANSWERS += [_items, _item, _config, _timeline, _ledger, _ledger_reasons, _ledger_rows]
 QUESTIONS = {own.__name__.lstrip("_"): own for own in _ANSWERS}
 """questions about one run"""
 OF_TRACE = ("timeline",)

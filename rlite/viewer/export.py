@@ -207,7 +207,9 @@ class Answers:
 
     def _item_questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for run in range(len(self._runs)):
-            items = self.ask("items", run=run, text="")["items"]
+            while (answer := self.ask("items", run=run, text=""))["is_partial"]:
+                pass  # each time it reads more prompts
+            items = answer["items"]
             for set_, item in zip(items.get("set", ()), items.get("item", ()), strict=True):
                 yield "item", {"run": run, "set": set_, "item": item}
 
@@ -229,7 +231,7 @@ class Answers:
             raise ConfigError(f"export_steps={list(steps)}: the record has none of these steps")
         size = number = 0
         for place in chosen:
-            size += len(json.dumps(self.ask("rows", **place)))
+            size += len(json.dumps([self.ask("rows", **place), self.ask("texts", **place)]))
             for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 number += 1
@@ -251,6 +253,7 @@ class Answers:
         """
         size = number = 0
         for place in self._places(()):
+            size += len(json.dumps(self.ask("texts", **place)))
             for question, made in self._samples(**place):
                 size += len(json.dumps(made))
                 if size > limit:

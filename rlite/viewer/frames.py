@@ -12,8 +12,8 @@ import pyarrow as pa
 from rlite.errors import ConfigError
 from rlite.imports import optional
 from rlite.services.record.reader import SEGMENTS
-from rlite.viewer.answers import PARTS, reward_parts
 from rlite.viewer.run import ViewedRun, open_runs
+from rlite.viewer.tables import PARTS, reward_parts
 
 with optional("DataFrames need", "view"):
     import pandas as pd

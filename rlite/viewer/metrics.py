@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypedDict
@@ -23,6 +23,9 @@ MAX_POINTS = 2000
 """largest number of points of one series on a page"""
 MAX_NAMES = 20_000
 """largest number of metrics"""
+SPEED = "tokens_per_second"
+PACE = 20
+"""last steps whose mean length tells how long the others will take"""
 PHASE = "seconds_"
 """prefix of the metrics of phases"""
 
@@ -92,6 +95,21 @@ class MetricsLog:
                 sums[self._stride_of(step)] += value or 0.0
             seconds[name.removeprefix(PHASE)] = [sums[stride] / numbers[stride] for stride in last]
         return {"steps": list(last.values()), "seconds": seconds, "stride": self._stride}
+
+    def clock(self) -> dict[str, Any]:
+        """Return the seconds and the trained tokens up to each step; of a long run, up to the newest of each stride.
+
+        Returns:
+            The steps, seconds of steps and evaluations, tokens, and `pace`, the seconds of a recent step.
+        """
+        taken, judged, speed = (self.series.get(name, {}) for name in ("seconds", "seconds_evaluate", SPEED))
+        steps = sorted(step for step in {*taken, *judged} if step >= 0)
+        seconds = [(taken.get(step) or 0.0) + (judged.get(step) or 0.0) for step in steps]
+        tokens = [(taken.get(step) or 0.0) * (speed.get(step) or 0.0) for step in steps]
+        sums = zip(steps, accumulate(seconds), accumulate(tokens), strict=True)
+        kept = [*{self._stride_of(place[0]): place for place in sums}.values()]
+        at, spent, made = ([place[column] for place in kept] for column in range(3))
+        return {"steps": at, "seconds": spent, "tokens": made, "pace": fmean(seconds[-PACE:]) if seconds else None}
 
     @property
     def _stride(self) -> int:

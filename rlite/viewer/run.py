@@ -17,6 +17,7 @@ from rlite.runtime.owner import LOCK, read_owner
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.services.record.files import read_gaps
 from rlite.services.record.reader import RecordReader, read_part_aside
+from rlite.viewer.chain import ChainLog
 from rlite.viewer.metrics import FILE, MetricsLog
 from rlite.viewer.trace import TRACE, TraceLog
 from rlite.yaml_texts import read_saved
@@ -119,6 +120,11 @@ class ViewedRun:
         self.metrics = MetricsLog(folder / FILE)
         self.record = RecordReader(folder, read_part_aside)
         self.trace = TraceLog(folder / TRACE)
+        self.chain = ChainLog(folder)
+        self.prompts: dict[tuple[str, str], str] = {}
+        """beginning of prompts that were read, by set and item"""
+        self.prompts_read: set[tuple[str, int]] = set()
+        """sources and steps whose prompts were read"""
         self.results, self._results_problem = Results(), ""
         self.config: dict[str, Any] = {}
         self._config_problem = self._refresh_problem = ""
@@ -148,13 +154,14 @@ class ViewedRun:
         owner, was_gone = read_owner(self.folder / LOCK), self.is_gone
         self.is_gone = owner is not None and owner.is_gone
         has_metrics, has_record = self.metrics.refresh(), self.record.refresh()
+        has_links = self.chain.refresh()
         if has_record:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
             self.record.check_tokens()
         stamps = map(files.stamp, (self.metrics.path, self.folder / RECORD))
         self.changed_at = max(changed for changed, _ in filter(None, (*stamps, (0, 0)))) / 1e9
-        is_new = has_config or has_results or has_metrics or has_record or was_gone != self.is_gone
+        is_new = has_config or has_results or has_metrics or has_record or has_links or was_gone != self.is_gone
         news: list[tuple[Change, bool]] = [("run", is_new), ("trace", self._is_new(TRACE))]
         return {kind for kind, is_new in news if is_new}
 
@@ -170,6 +177,18 @@ class ViewedRun:
             return 0.0
         seconds = self.metrics.recent("seconds", RECENT)
         return max(LIVE_S, LIVE_STEPS * median(seconds)) if seconds else LIVE_S
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, if they are known."""
+        trainer = self.config.get("trainer")
+        given = trainer.get("total_steps") if isinstance(trainer, dict) else None
+        return self.chain.begun.get("total_steps") or (given if type(given) is int else None)
+
+    @property
+    def state(self) -> str:
+        """Finished, stopped or crashed; "" if the run may be under way."""
+        return self.chain.state(self.metrics.last_step, self.total_steps, self.is_gone)
 
     @property
     def can_record(self) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 
 import rlite
 from rlite import config
-from rlite.assembly.proof.privacy import is_shown
+from rlite.assembly.proof.privacy import is_shown, public_command
 from rlite.errors import StorageError
 from rlite.services.record.chain import ChainWriter, hash_file, hash_files
 from rlite.trainer.callbacks import Metrics
@@ -24,11 +28,21 @@ from rlite.yaml_texts import flat
 PACKAGES = ("rlite", "torch", "transformers", "numpy", "tensordict")
 DATA, CODE = ("data", "train_data", "test_data"), ("imports", "map", "env_path", "path")
 """groups of options that name data, and last parts of the keys that name code"""
+GIT_S = 5.0
+"""seconds after which git is not waited for"""
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a step depends on."""
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
+
+
+def commit() -> str:
+    """Return the commit of the code in the working directory, with "-dirty" if files differ; "" if there is none."""
+    describe = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(describe, capture_output=True, text=True, timeout=GIT_S, check=False).stdout.strip()
+    return ""
 
 
 def device_facts() -> dict[str, Any]:
@@ -72,6 +86,11 @@ class HashChain(Observer):
             **{kind: hash_files(own.items()) for kind, own in named_files(run.config).items()},
             "options": config.to_container(run.config, shows=is_shown),
             "trainer": self._name,
+            "command": public_command(sys.argv),
+            "commit": commit(),
+            "total_steps": run.total_steps,
+            "set": config.set_keys(run.config),
+            "at": time.time(),
             "config": hash_file(run.folder / CONFIG),
             "versions": versions(),
             "devices": {

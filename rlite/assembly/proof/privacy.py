@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from pathlib import PureWindowsPath
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 _KEYS = (
@@ -46,6 +47,17 @@ def public(tree: Any, has_prompts: bool, key: str = "") -> Any:
     if not isinstance(tree, str):
         return tree
     return PureWindowsPath(tree).name if PLACE.match(tree) else _without_credentials(tree)
+
+
+def public_command(arguments: Sequence[str]) -> str:
+    """Return a command line without secrets, by the keys and the form of its arguments."""
+    program, *rest = [Path(arguments[0]).name, *arguments[1:]]
+    shown = []
+    for argument in rest:
+        key, sign, _ = argument.partition("=")
+        is_secret = bool(sign) and SECRET.search(key.split(".")[-1]) is not None
+        shown.append(f"{key}={REMOVED}" if is_secret else _without_credentials(argument))
+    return shlex.join(["rlite" if program in ("rlite", "cli.py") else program, *shown])
 
 
 def is_shown(key: str, source: str, value: Any) -> bool:

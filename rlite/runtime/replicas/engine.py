@@ -58,6 +58,8 @@ class Engine:
 
     def __init__(self, backend: Backend, executor: str) -> None:
         self._backend, self.executor_name, self.name = backend, executor, ""
+        self.role = ""
+        """what the engine is for, as traces and messages name its workers; "": its kind"""
         self.copies: list[WorkerSet] = []
         self._group: WorkerGroup | None = None
         self._session: Session | None = None
@@ -119,7 +121,7 @@ class Engine:
         data_parallel_size = self._num_copies(data_parallel_size)
         colocated, apart = _names(colocate_with), _names(not_colocate_with)
         session = current_session()
-        owner = session.new_name(self.kind)
+        owner = session.new_name(self.role or self.kind)
         placed = session.place(
             PlacementRequest(
                 owner=owner,

@@ -42,6 +42,7 @@ LONG = ("segments", "events", "data")
 """columns that are read for single rollouts only"""
 SCALARS = pa.schema([field for field in ROWS if field.name not in LONG])
 SEGMENTS = pa.schema([ROWS.field(name) for name in ("step", "group", "sample", "segments")])
+TEXTS = pa.schema([*SEGMENTS, ROWS.field("data")])
 Steps = Sequence[int] | None
 """steps to read; None for all"""
 Place = tuple[int, int]
@@ -158,6 +159,10 @@ class RecordReader:
             newest_first: True for the order from the last step to the first.
         """
         yield from self._chosen(source, SEGMENTS, steps, newest_first=newest_first)
+
+    def texts(self, source: str, step: int) -> list[dict[str, Any]]:
+        """Return the segments and the columns of data of a step's rollouts."""
+        return _rows(self._chosen(source, TEXTS, [step]))
 
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.

@@ -115,6 +115,10 @@ class DevicePlan:
             for number, own in enumerate(options.distill.teacher.values())
             if own.has_engine
         }
+        roles = {"actor": trained, "critic": critic, "reference": reference, "evaluation": evaluation}
+        for role, engine in [*roles.items(), ("rollout", rollout), *(("teacher", own) for own in teachers.values())]:
+            if engine is not None:
+                engine.role = role
         self.engines = Engines(rollout, trained, critic, reference, teachers, evaluation)
 
     def build(self) -> None:

@@ -1,22 +1,58 @@
-// Colours that also readers with colour blindness tell apart.
+// Colours, each of which means one thing on every page: a run, a status, a kind of work, or a value of a scale. They are
+// chosen so that also readers with colour blindness tell neighbours apart.
 
-export const SERIES = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#d6336c", "#0891b2", "#8d6e1f", "#64748b"];
+// Runs, in the order in which they were given; models of an evaluation likewise.
+export const RUNS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#d6336c", "#0891b2", "#8d6e1f", "#64748b"];
+// Several metrics of one run, after the first, which has the colour of the run.
+const METRICS = ["#06b6d4", "#f43f5e", "#65a30d", "#d946ef", "#d97706", "#14b8a6", "#818cf8", "#a8a29e"];
+// Line patterns of several metrics of one run.
+export const DASHES = [undefined, [7, 4], [2, 3], [11, 3, 2, 3]];
 export const STATUS = {
-  trained: "#2563eb",
-  evaluated: "#2563eb",
+  trained: "#15803d",
+  evaluated: "#15803d",
   skipped: "#d6336c",
   filtered: "#94a3b8",
   refused: "#8d6e1f",
   too_old: "#8b5cf6",
   failed: "#dc2626",
-  timed_out: "#e8710a",
+  timed_out: "#ca8a04",
   reward_killed: "#c026d3",
   aborted: "#0891b2",
 };
+export const GOOD = STATUS.trained;
+export const BAD = STATUS.failed;
+export const NEUTRAL = "#64748b";
+// What takes time: phases of a step, spans of the timeline, stages of an episode. The first pattern that a name has
+// decides.
+const WORK = [
+  [/^(queue|wait|held|idle)|: waiting$/, "#94a3b8"],
+  [/rollout|generat|advance|: running$/, "#0369a1"],
+  [/environment/, "#c2410c"],
+  [/reward/, "#4d7c0f"],
+  [/evaluat/, "#be185d"],
+  [/sync|weights/, "#0f766e"],
+  [/reference|logprob|teacher/, "#a16207"],
+  [/snapshot|checkpoint|save/, "#78716c"],
+  [/update|train|optimizer|backward/, "#7c3aed"],
+  [/critic|value/, "#4338ca"],
+];
+const OTHER_WORK = ["#475569", "#9f1239", "#1e40af", "#3f6212", "#86198f", "#155e75"];
 const LOW = [200, 82, 28];
 const HIGH = [28, 100, 190];
 
-const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
+export const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
+
+export const colorOfRun = (index) => RUNS[index % RUNS.length];
+
+export const colorOfMetric = (index, run) => (index ? METRICS[(index - 1) % METRICS.length] : run);
+
+export function colorOfWork(name) {
+  const known = WORK.find(([pattern]) => pattern.test(name));
+  if (known) return known[1];
+  let sum = 0;
+  for (const letter of name) sum = (31 * sum + letter.codePointAt(0)) % 9973;
+  return OTHER_WORK[sum % OTHER_WORK.length];
+}
 
 export function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -28,12 +64,12 @@ function mixed(from, to, share) {
 
 const rgb = (parts, alpha = 1) => `rgba(${parts.join(",")},${alpha})`;
 
-// From orange at `low` over a neutral middle to blue at `high`.
+// From pale at `low` to strong at `high`.
 export function scale(value, low, high) {
   if (value === null || value === undefined) return "transparent";
-  const middle = isDark() ? [78, 82, 92] : [236, 228, 208];
+  const [pale, strong] = isDark() ? [[62, 66, 76], [45, 212, 191]] : [[238, 232, 214], [15, 118, 110]];
   const share = high > low ? Math.min(1, Math.max(0, (value - low) / (high - low))) : 0.5;
-  return rgb(share < 0.5 ? mixed(LOW, middle, 2 * share) : mixed(middle, HIGH, 2 * share - 1));
+  return rgb(mixed(pale, strong, share));
 }
 
 // Orange below zero, blue above, stronger with distance.
@@ -48,7 +84,7 @@ export function intensity(value, size) {
 }
 
 export function category(index) {
-  const color = SERIES[((index % SERIES.length) + SERIES.length) % SERIES.length];
+  const color = RUNS[((index % RUNS.length) + RUNS.length) % RUNS.length];
   return `color-mix(in srgb, ${color} 34%, transparent)`;
 }
 

@@ -1,9 +1,9 @@
 // One prompt over steps and over runs, with the difference of two answers; and the configs.
 
 import { ask, isExport } from "viewer/api";
-import { range, scale, SERIES } from "viewer/colors";
+import { colorOfRun, range, scale } from "viewer/colors";
 import { difference, side } from "viewer/diff";
-import { card, empty, fill, groupedBy, h, longText, mean, number, rowsOf } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, longText, mean, number, rowsOf, scroller, select } from "viewer/dom";
 import { sourceName, statusChip, withoutRecord } from "viewer/place";
 
 const MAX_LISTED = 300;
@@ -14,13 +14,13 @@ let latest = { key: "", found: null }; // the last search of the server
 
 export async function render(parameters, app, signal) {
   const runs = app.runs;
-  const { items } = await itemsOf(app);
+  const { items, isPartial } = await itemsOf(app);
   const known = items.filter((each) => each.item === parameters.item && (!parameters.set || each.set === parameters.set));
   const chosen = parameters.item === undefined ? items[0] : known[0] ?? { set: parameters.set ?? "", item: parameters.item };
-  const body = h("div", { class: "page" });
+  const body = h("div", { class: "page" }, h("h1", { class: "hidden" }, "Compare"));
   const news = h("p", { class: "news", role: "status" });
-  if (!chosen) fill(body, card("Answers to one prompt", empty("No rollouts are recorded", ...withoutRecord(app.runs))), await configs(app));
-  else fill(body, news, await promptCards({ items, chosen, parameters, app, signal }), await configs(app));
+  if (!chosen) body.append(card("Answers to one prompt", empty("No rollouts are recorded", ...withoutRecord(app.runs))), ...[await configs(app)].filter(Boolean));
+  else body.append(news, await promptCards({ items, isPartial, chosen, parameters, app, signal }), ...[await configs(app)].filter(Boolean));
   const before = document.querySelector(".items")?.scrollTop ?? 0;
   const renew = () => {
     if (amounts(runs) === amounts(app.runs)) return;
@@ -35,7 +35,7 @@ function amounts(runs) {
   return JSON.stringify(runs.map(({ sources }) => Object.entries(sources).map(([name, { rollouts }]) => [name, rollouts])));
 }
 
-async function promptCards({ items, chosen, parameters, app, signal }) {
+async function promptCards({ items, isPartial, chosen, parameters, app, signal }) {
   const finder = new Finder({ items, chosen, app, signal });
   const open = async (event) => {
     if (event.key !== "Enter") return;
@@ -46,9 +46,10 @@ async function promptCards({ items, chosen, parameters, app, signal }) {
   };
   const search = h("input", { type: "search", placeholder: "Find by id or text", "aria-label": "Find a prompt by id or text", title: "Enter opens the first one", value: parameters.find, on: { input: (event) => finder.find(event.target.value, PAUSE_MS), keydown: open } });
   finder.find(parameters.find ?? "", 0);
+  if (isPartial) finder.readOn(search);
   const attempts = await attemptsOf(app, chosen);
   return h("div", { class: "columns compare" },
-    card("Prompts", h("p", { class: "note" }, "Prompts tried in most steps come first."), search, finder.told, finder.list),
+    card("Prompts", h("p", { class: "note" }, app.runs.length > 1 ? "Prompts whose mean reward differs most between the first and the last run that tried them come first." : "Prompts whose mean reward changed most, from the first to the last try, come first."), search, finder.told, finder.list),
     h("div", { class: "wide" }, answersCard(chosen, attempts, parameters, app)));
 }
 
@@ -56,10 +57,19 @@ async function promptCards({ items, chosen, parameters, app, signal }) {
 class Finder {
   constructor(place) {
     Object.assign(this, place);
-    this.list = h("div", { class: "items" });
+    this.list = h("nav", { class: "items", "aria-label": "Prompts" });
     this.told = h("p", { class: "note", role: "status" });
     this.shown = [];
     this.signal.addEventListener("abort", () => this.end());
+  }
+
+  // Asks until the server has read the prompts of the whole list, and shows them.
+  async readOn(search) {
+    for (let round = 1, isPartial = true; isPartial && !this.signal.aborted; round += 1) {
+      const found = await itemsOf(this.app, "", this.signal, round).catch(() => ({ items: this.items, isPartial: false }));
+      ({ items: this.items, isPartial } = found);
+      if (!search.value && !this.signal.aborted) this.find("", 0);
+    }
   }
 
   // Resolves when the server has answered, or has not to be asked.
@@ -115,32 +125,42 @@ function reveal(list, before) {
   list.scrollTop = isSeen ? before : top - list.clientHeight / 3;
 }
 
-// Prompts of all runs; one that several runs have tried counts for all of them. With a text the server looks
-// for it; an exported file has one list of each run, without one.
-async function itemsOf(app, text = "", signal = null) {
+// Prompts of all runs, the most changed first; one that several runs have tried counts for all of them. With a text the
+// server looks for it; an exported file has one list of each run, without one. `round` asks again for what is not read yet.
+async function itemsOf(app, text = "", signal = null, round = 0) {
   const found = new Map();
-  let isCut = false;
+  let [isCut, isPartial] = [false, false];
   for (const [run] of app.runs.entries()) {
-    const answer = await ask("items", { run, text }, signal);
+    const answer = await ask("items", { run, text, ...(round && { round }) }, signal);
     isCut ||= answer.is_cut;
-    for (const { set, item, prompt, step_count_distinct: steps, step_count: count } of rowsOf(answer.items)) {
+    isPartial ||= answer.is_partial;
+    for (const { set, item, prompt, step_count_distinct: steps, count, first, last } of rowsOf(answer.items)) {
       const key = JSON.stringify([set, item]);
-      const before = found.get(key) ?? { set, item, prompt, steps: 0, runs: 0, number: 0 };
-      found.set(key, { ...before, prompt: before.prompt ?? prompt, steps: before.steps + steps, runs: before.runs + 1, number: before.number + count });
+      const before = found.get(key);
+      found.set(key, { set, item, prompt: before?.prompt ?? prompt, steps: (before?.steps ?? 0) + steps, runs: (before?.runs ?? 0) + 1, number: (before?.number ?? 0) + count,
+        first: before ? before.firstLast ?? before.last : first, firstLast: before?.firstLast ?? before?.last, last });
     }
   }
-  const order = (a, b) => b.runs - a.runs || b.steps - a.steps || b.number - a.number || natural.compare(a.set, b.set) || natural.compare(a.item, b.item);
-  return { items: [...found.values()].sort(order), isCut };
+  const change = ({ first, last }) => (typeof first === "number" && typeof last === "number" ? Math.abs(last - first) : -1);
+  const order = (a, b) => change(b) - change(a) || b.runs - a.runs || b.steps - a.steps || b.number - a.number || natural.compare(a.set, b.set) || natural.compare(a.item, b.item);
+  return { items: [...found.values()].sort(order), isCut, isPartial };
 }
 
 function isLike({ item, prompt }, text) {
   return `${item}\n${prompt ?? ""}`.toLowerCase().includes(text.toLowerCase());
 }
 
-function itemLink({ set, item, prompt, steps, runs, number: count }, chosen, find, app) {
-  const facts = [prompt && item, setName(set), steps > 1 && counted(steps, "step"), counted(count, "rollout"), runs > 1 && `${runs} runs`];
+function itemLink({ set, item, prompt, steps, runs, number: count, first, last }, chosen, find, app) {
+  const facts = [item, setName(set), steps > 1 && counted(steps, "step"), counted(count, "rollout"), runs > 1 && `${runs} runs`];
   return h("a", { href: app.link("compare", { set, item, find }), "aria-current": item === chosen.item && set === chosen.set ? "true" : null },
-    h("span", { dir: "auto" }, prompt || item), h("small", {}, facts.filter(Boolean).join(" · ")));
+    h("span", { dir: "auto" }, prompt || h("i", {}, "its text is not recorded")), changed(first, last), h("small", {}, facts.filter(Boolean).join(" · ")));
+}
+
+// The mean reward at first and at last.
+function changed(first, last) {
+  if (typeof last !== "number") return null;
+  if (typeof first !== "number") return h("b", { class: "change" }, number(last, 2));
+  return h("b", { class: "change" }, `${number(first, 2)} → ${number(last, 2)}`, h("i", { "aria-hidden": "true" }, last > first ? " ▲" : last < first ? " ▼" : ""));
 }
 
 // A set that several models of an evaluation answered has no name of its own.
@@ -174,7 +194,7 @@ function answersCard(chosen, { attempts, missing }, parameters, app) {
   const second = find(parameters.b, attempts.at(-1));
   const limits = range(attempts.map((attempt) => attempt.reward));
   const lines = [...groupedBy(attempts, ({ run, source, step }) => `${run}/${source}/${step}`).values()].map((own) => h("tr", {},
-    app.runs.length > 1 && h("td", {}, h("i", { class: "dot", style: { background: SERIES[own[0].run % SERIES.length] } }), app.runs[own[0].run].name),
+    app.runs.length > 1 && h("td", {}, h("i", { class: "dot", style: { background: colorOfRun(own[0].run) } }), app.runs[own[0].run].name),
     h("td", {}, sourceName(own[0].source)), h("td", { class: "number" }, stepName(own[0], app)),
     h("td", {}, h("span", { class: "cells" }, own.map((attempt) => attemptCell(attempt, { first, second, limits, key, app, parameters, chosen })))),
     h("td", { class: "number" }, number(mean(own.map((attempt) => attempt.reward)), 3))));
@@ -183,9 +203,9 @@ function answersCard(chosen, { attempts, missing }, parameters, app) {
   drawPrompts(prompt, [first, second], attempts);
   drawDifference(texts, [first, second], app);
   return card(`Answers to ${name}`,
-    h("p", { class: "note" }, "A click chooses the left answer, Shift and click the right one. Each row is a step, with its mean reward."),
+    h("p", { class: "note" }, "A click, or Enter, chooses the left answer; with Shift the right one. Each row is a step, with its mean reward."),
     missing,
-    h("div", { class: "scroll" }, h("table", { class: "narrow" }, h("tbody", {}, lines))), prompt, texts);
+    scroller("tries of this prompt", {}, h("table", { class: "narrow" }, h("tbody", {}, lines))), prompt, texts);
 }
 
 function attemptCell(attempt, { first, second, limits, key, app, parameters: { find }, chosen: { set, item } }) {
@@ -237,6 +257,7 @@ async function answerText({ run, source, step, group, sample }) {
   return { text: text.slice(0, MAX_COMPARED), note: `The first ${number(MAX_COMPARED)} of ${number(text.length)} characters are compared. The page Sample shows all.` };
 }
 
+// Options of the runs: those that users have set, those that differ, or all.
 async function configs(app) {
   const all = await Promise.all(app.runs.map((_, run) => ask("config", { run })));
   const names = [...new Set(all.flatMap((config) => Object.keys(config)))].sort();
@@ -245,19 +266,29 @@ async function configs(app) {
   const told = (value) => (value === undefined ? "–" : value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value));
   const differs = (name) => new Set(all.map((config) => told(config[name]))).size > 1;
   const several = app.runs.length > 1;
+  const known = app.runs.map(({ begun }) => begun.set).filter(Boolean);
+  const given = new Set(known.flat());
+  const kinds = {
+    ...(known.length > 0 && { set: ["that were set", (name) => given.has(name)] }),
+    ...(several && { differ: ["that differ", differs] }),
+    all: ["all", () => true],
+  };
   const rows = h("tbody");
-  const draw = (text, onlyDifferent) => fill(rows, names.filter((name) => name.includes(text) && (!onlyDifferent || differs(name))).map((name) =>
-    h("tr", { class: differs(name) ? "differs" : "" }, h("th", { scope: "row" }, name), all.map((config) => h("td", {}, told(config[name]))))));
+  const count = h("p", { class: "note", role: "status" });
+  let kind = Object.keys(kinds)[0];
   const search = h("input", { type: "search", placeholder: "Find an option", "aria-label": "Find an option" });
-  const only = h("input", { type: "checkbox", checked: several });
-  const renew = () => draw(search.value, only.checked);
-  search.addEventListener("input", renew);
-  only.addEventListener("change", renew);
-  draw("", several);
-  const count = names.filter(differs).length;
-  const note = several ? (count ? `${count} options differ.` : "No option differs.") : "Open two runs to compare them: rlite view RUN RUN2";
-  const head = h("thead", {}, h("tr", {}, h("th", {}, "option"), app.runs.map((run) => h("th", {}, run.name))));
-  return card("Options", h("p", { class: "note" }, note), h("div", { class: "toolbar small" }, search, several && h("label", {}, only, "only those that differ")), h("div", { class: "scroll whole" }, h("table", { class: "options" }, head, rows)));
+  const draw = () => {
+    const shown = names.filter((name) => name.includes(search.value) && kinds[kind][1](name));
+    count.textContent = `${counted(shown.length, "option")}${several ? `, ${shown.filter(differs).length} of them different` : ""}${known.length < app.runs.length && kind !== "all" && known.length > 0 ? "; a run of an earlier version does not say which were set" : ""}`;
+    fill(rows, shown.map((name) => h("tr", { class: differs(name) ? "differs" : "" }, h("th", { scope: "row" }, name), all.map((config, run) =>
+      h("td", { class: app.runs[run].begun.set?.includes(name) ? "set" : "" }, told(config[name]))))));
+  };
+  search.addEventListener("input", draw);
+  draw();
+  const choice = select("options", Object.entries(kinds).map(([name, [title]]) => [name, title]), kind, (value) => { kind = value; draw(); });
+  const head = h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "option"), app.runs.map((run) => h("th", { scope: "col" }, run.name))));
+  const note = several ? "Values that the user of a run has set are bold; the others are defaults." : "Open two runs to compare them: rlite view RUN RUN2";
+  return card("Options", h("p", { class: "note" }, note), h("div", { class: "toolbar small" }, choice, search, count), scroller("options", { class: "scroll whole" }, h("table", { class: "options" }, head, rows)));
 }
 
 function counted(number, noun) {

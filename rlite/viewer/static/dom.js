@@ -104,6 +104,11 @@ export function empty(title, ...words) {
   return h("div", { class: "empty" }, h("strong", {}, title), h("p", {}, ...words));
 }
 
+// A part that scrolls, which the keyboard reaches.
+export function scroller(label, options = {}, ...children) {
+  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label, ...options }, ...children);
+}
+
 export function select(label, choices, chosen, act) {
   const options = choices.map(([value, text]) => h("option", { value, selected: String(value) === String(chosen) }, text));
   return h("label", {}, label, h("select", { "aria-label": label, on: { change: (event) => act(event.target.value) } }, options));
@@ -118,10 +123,19 @@ export function number(value, digits = 4) {
   return size < 0.001 && size > 0 ? value.toExponential(1) : String(Number(value.toPrecision(digits)));
 }
 
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+// A large number in a few letters, such as 1.2M.
+export function compact(value) {
+  return value === null || value === undefined ? "–" : Math.abs(value) >= 10000 ? COMPACT.format(value) : number(value);
+}
+
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 1) return `${(1000 * value).toPrecision(3)} ms`;
-  return value < 120 ? `${value.toPrecision(3)} s` : `${(value / 60).toFixed(1)} min`;
+  if (value < 120) return `${value.toPrecision(3)} s`;
+  return value < 7200 ? `${(value / 60).toFixed(1)} min` : value < 172800 ? `${(value / 3600).toFixed(1)} h` : `${(value / 86400).toFixed(1)} days`;
 }
 
 export function ago(unix) {

@@ -1,15 +1,15 @@
 // Results of `rlite eval`: the metrics of each model, pass@k, and the difference of two models.
 
 import { lineChart } from "viewer/charts";
-import { SERIES } from "viewer/colors";
-import { card, h, key, number, svg } from "viewer/dom";
+import { BAD, colorOfRun, GOOD, NEUTRAL } from "viewer/colors";
+import { card, h, key, number, scroller, svg } from "viewer/dom";
 import { statusChip } from "viewer/place";
 
 const PASS = /^pass@(\d+)$/;
 const MAIN = ["accuracy", "pass@1"];
 
 export function evaluationCards({ run, results, statuses }, app) {
-  const models = Object.entries(results.models).map(([name, metrics], index) => ({ name, metrics, color: SERIES[index % SERIES.length] }));
+  const models = Object.entries(results.models).map(([name, metrics], index) => ({ name, metrics, color: colorOfRun(index) }));
   const counts = Object.entries(statuses).map(([status, count]) => h("span", {}, statusChip(status), ` ${number(count)}`));
   return [
     h("p", { class: "toolbar" }, h("strong", {}, run.name), counts),
@@ -64,7 +64,7 @@ function differenceCard({ comparison, no_comparison: reason }) {
   const at = (value) => 150 + (140 * value) / size;
   const isShown = p < 1 - (confidence ?? 0.95);  // the test decides; intervals of earlier versions were too narrow
   const isBetter = isShown && difference > 0 !== Boolean(lower), isWorse = isShown && !isBetter;
-  const color = isBetter ? "#2563eb" : isWorse ? "#c8521c" : "#64748b";
+  const color = isBetter ? GOOD : isWorse ? BAD : NEUTRAL;
   const picture = svg("svg", { viewBox: "0 0 300 56", class: "interval", role: "img", "aria-label": `difference ${number(difference, 3)}, from ${number(low, 3)} to ${number(high, 3)}` },
     svg("line", { x1: 150, x2: 150, y1: 4, y2: 38, class: "zero" }), svg("text", { x: 150, y: 52, "text-anchor": "middle" }, "0"),
     svg("text", { x: 10, y: 52 }, number(-size, 2)), svg("text", { x: 290, y: 52, "text-anchor": "end" }, number(size, 2)),
@@ -79,7 +79,7 @@ function metricsTable(models) {
   const names = [...new Set(models.flatMap(({ metrics }) => Object.keys(metrics)))];
   const rows = names.map((name) => h("tr", {}, h("th", { scope: "row" }, name), models.map(({ metrics }) => h("td", { class: "number" }, number(metrics[name])))));
   const head = h("tr", {}, h("th", {}, "metric"), models.map(({ name, color }) => h("th", { class: "number" }, key(color, name))));
-  return card("Metrics", h("div", { class: "scroll whole" }, h("table", { class: "narrow metrics" }, h("thead", {}, head), h("tbody", {}, rows))));
+  return card("Metrics", scroller("metrics of the models", { class: "scroll whole" }, h("table", { class: "narrow metrics" }, h("thead", {}, head), h("tbody", {}, rows))));
 }
 
 function differentPrompts({ comparison, different }, app) {
@@ -88,5 +88,5 @@ function differentPrompts({ comparison, different }, app) {
     h("td", { class: "why" }, h("a", { href: app.link("compare", { set, item }), dir: "auto" }, prompt || item)),
     [first, second, second - first].map((value) => h("td", { class: "number" }, number(value, 3)))));
   const head = h("tr", {}, h("th", {}, "prompt"), [comparison.first, comparison.second, "difference"].map((name) => h("th", { class: "number" }, name)));
-  return card("Prompts that differ most", h("div", { class: "scroll whole" }, h("table", {}, h("thead", {}, head), h("tbody", {}, rows))));
+  return card("Prompts that differ most", scroller("prompts that differ most", { class: "scroll whole" }, h("table", {}, h("thead", {}, head), h("tbody", {}, rows))));
 }

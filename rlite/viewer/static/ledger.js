@@ -3,7 +3,7 @@
 import { ask } from "viewer/api";
 import { renewCharts, stackChart } from "viewer/charts";
 import { STATUS } from "viewer/colors";
-import { arrange, card, empty, fill, h, number, rowsOf, select, svg, words } from "viewer/dom";
+import { arrange, card, compact, empty, fill, h, number, rowsOf, seconds, select, svg, words } from "viewer/dom";
 import { News, placeOf, sourceName, statusChip } from "viewer/place";
 
 const SPARK = 80; // bars of a small picture
@@ -25,7 +25,7 @@ export async function render(parameters, app) {
   const reasons = new Reasons({ run, source, app });
   const [count, shares, curves, audit] = [h("strong"), h("div", { class: "contents" }), h("div", { class: "contents" }), h("div", { class: "contents" })];
   const go = (changes) => app.go("ledger", { run, source, ...changes }, { replace: true });
-  const choices = h("div", { class: "toolbar" },
+  const choices = h("div", { class: "toolbar" }, h("h1", { class: "hidden" }, "Ledger"),
     app.runs.length > 1 && select("run", app.runs.map((each, index) => [index, each.name]), run, (value) => go({ run: value, source: "" })),
     sources.length > 1 && select("source", sources.map((name) => [name, sourceName(name)]), source, (value) => go({ source: value })),
     count, news.box);
@@ -45,9 +45,11 @@ export async function render(parameters, app) {
   return { body: h("div", { class: "page" }, choices, shares, curves, reasons.box, audit), renew };
 }
 
-function summary({ lost, rollouts }, source) {
+function summary({ lost, rollouts, kinds, sums }, source) {
   const use = source === "train" ? "trained on" : "counted";
-  return lost ? `${number(lost)} of ${number(rollouts)} rollouts were not ${use} (${percent(lost, rollouts)})` : `All ${number(rollouts)} rollouts were ${use}`;
+  if (!lost) return `All ${number(rollouts)} rollouts were ${use}`;
+  const [tokens, spent] = ["response_tokens_sum", "seconds_sum"].map((name) => kinds.reduce((sum, kind) => sum + (kind[name] ?? 0), 0));
+  return `${number(lost)} of ${number(rollouts)} rollouts were not ${use} (${percent(lost, rollouts)}): ${compact(tokens)} tokens (${percent(tokens, sums.tokens)}) and ${seconds(spent)} of episodes (${percent(spent, sums.seconds)})`;
 }
 
 // What `rlite audit` has found; nothing if it was not run.
@@ -118,8 +120,9 @@ function opening(row, most, why, kind, show) {
   const details = h("details", { data: { count: row.count_all } },
     h("summary", {},
       statusChip(row.status), h("span", { class: "why" }, why),
+      h("span", { class: "cost" }, h("b", {}, compact(row.response_tokens_sum ?? 0)), h("small", {}, " tokens")), h("span", { class: "cost" }, h("b", {}, seconds(row.seconds_sum ?? 0)), h("small", {}, " of episodes")),
       spark(row.steps), h("small", {}, row.step_min === row.step_max ? `step ${row.step_min}` : `steps ${row.step_min} – ${row.step_max}`),
-      h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("b", {}, number(row.count_all))),
+      h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("b", {}, number(row.count_all)), h("small", {}, row.count_all === 1 ? " rollout" : " rollouts")),
     h("div"));
   lists.set(details, { kind, show });
   details.addEventListener("toggle", () => {

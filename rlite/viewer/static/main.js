@@ -1,8 +1,9 @@
 // The frame of the pages: navigation, keys, light and dark, and news of a run that goes on.
 
 import * as api from "viewer/api";
-import { SERIES } from "viewer/colors";
-import { ago, discard, empty, fill, h, update } from "viewer/dom";
+import { colorOfRun, isDark } from "viewer/colors";
+import { discard, empty, fill, h, update } from "viewer/dom";
+import { stateOf } from "viewer/masthead";
 import * as compare from "viewer/compare";
 import * as ledger from "viewer/ledger";
 import * as overview from "viewer/overview";
@@ -10,16 +11,31 @@ import * as rollouts from "viewer/rollouts";
 import * as sample from "viewer/sample";
 import * as timeline from "viewer/timeline";
 
-const PAGES = { overview, rollouts, sample, compare, timeline, ledger };
-const TITLES = { overview: "Overview", rollouts: "Rollouts", sample: "Sample", compare: "Compare", timeline: "Timeline", ledger: "Ledger" };
+// The pages, in the order of their keys. A page is a line here and a module NAME.js in this folder with
+//
+//   render(parameters, app, signal) -> { body, keys, renew, hearTrace, shown }
+//
+// `parameters` are those of the address `#/NAME?...`, `app` is below, and `signal` aborts when the reader leaves. Of the
+// answer only `body`, an element, is needed: `keys` are functions by key, `renew` is called when a run has changed,
+// `hearTrace` when a trace has, and `shown` when the page is in the document. What it asks of the server by `ask(NAME)`
+// is a function of `_ANSWERS` in answers.py. A page with `isShown(runs)` is in the navigation only if that is true.
+const PAGES = {
+  overview: { title: "Overview", render: overview.render },
+  rollouts: { title: "Rollouts", render: rollouts.render },
+  sample: { title: "Sample", render: sample.render },
+  compare: { title: "Compare", render: compare.render },
+  timeline: { title: "Timeline", render: timeline.render },
+  ledger: { title: "Ledger", render: ledger.render },
+};
 const LOOK_EVERY_MS = 5000; // at the clock
 const KEYS = [
-  ["1 – 6", "pages"],
+  ["1 – 9", "pages"],
   ["← →", "sample: previous, next of the group; timeline: move"],
   ["↑ ↓", "sample: previous, next group"],
   ["[ ]", "previous, next step"],
   ["arrows, Enter", "rollouts: move in the grid, open"],
   ["c t s", "sample: conversation, tokens, side by side"],
+  ["← → in tokens", "sample: previous, next token with its values"],
   ["+ − 0", "timeline: zoom in, out, all"],
   ["/", "search"],
   ["d", "light or dark"],
@@ -40,6 +56,11 @@ const app = {
   link(page, parameters = {}) {
     const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
     return `#/${page}${given.length ? `?${new URLSearchParams(given)}` : ""}`;
+  },
+  // writes into the address what the page has drawn already
+  keep(page, parameters) {
+    history.replaceState(null, "", app.link(page, parameters));
+    document.getElementById("main").dataset.shown = location.hash;
   },
   again: () => show(), // draws the page anew
 };
@@ -65,7 +86,7 @@ async function show() {
   const isNew = page !== current.page;
   if (isNew) main.dataset.page = page;
   main.setAttribute("aria-busy", "true");
-  document.title = `${TITLES[page]} · rlite view`;
+  document.title = `${PAGES[page].title} · rlite view`;
   showFrame(page);
   try {
     const made = await PAGES[page].render(parameters, app, stay.signal);
@@ -89,23 +110,23 @@ async function show() {
 }
 
 function showFrame(page) {
-  const links = Object.entries(TITLES).map(([name, title], index) =>
-    h("a", { href: linkTo(name), title: `key ${index + 1}`, "aria-current": name === page ? "page" : null }, title));
+  const links = shownPages().map((name, index) =>
+    h("a", { href: linkTo(name), title: `key ${index + 1}`, "aria-current": name === page ? "page" : null }, PAGES[name].title));
   update(document.getElementById("nav"), links);
   showRuns();
+}
+
+function shownPages() {
+  return Object.keys(PAGES).filter((name) => PAGES[name].isShown?.(app.runs) ?? true);
 }
 
 function showRuns() {
   const chips = app.runs.map((run, index) =>
     h("span", { class: "run", title: run.folder },
-      h("i", { class: "dot", style: { background: SERIES[index % SERIES.length] } }),
+      h("i", { class: "dot", style: { background: colorOfRun(index) } }),
       h("span", {}, run.name),
-      h("small", { class: isLive(run) ? "live" : "" }, isLive(run) ? "live" : run.changed_at ? ago(run.changed_at) : "")));
+      h("small", { class: stateOf(run).kind }, stateOf(run).kind)));
   update(document.getElementById("runs"), chips);
-}
-
-function isLive(run) {
-  return !api.isExport() && Date.now() / 1000 - run.changed_at < run.live_s;
 }
 
 // pages that show one step keep it when the reader goes from one to another
@@ -121,9 +142,10 @@ function onKey(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
+  if (event.key.startsWith("Arrow") && event.target.closest(".scroll")) return; // it scrolls
   const number = Number(event.key);
   const act = current.keys[event.key] ?? frameKeys[event.key];
-  if (number >= 1 && number <= 6) location.hash = linkTo(Object.keys(PAGES)[number - 1]);
+  if (number >= 1 && shownPages()[number - 1]) location.hash = linkTo(shownPages()[number - 1]);
   else if (!act || act(event) === false) return;
   event.preventDefault();
 }
@@ -142,8 +164,7 @@ function showKeys() {
 }
 
 function switchTheme() {
-  const isDark = getComputedStyle(document.documentElement).colorScheme === "dark";
-  document.documentElement.dataset.theme = isDark ? "light" : "dark";
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   remember("theme", document.documentElement.dataset.theme);
   show();
 }

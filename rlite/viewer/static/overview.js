@@ -1,94 +1,223 @@
-// Overview: advice first, then the curves of every run.
+// Overview: what the run is and how far it has come, advice, figures with their trend, and curves by importance.
 
 import { ask, series } from "viewer/api";
 import { lineChart, renewCharts, stackChart } from "viewer/charts";
 import { evaluationCards } from "viewer/evaluation";
-import { SERIES, STATUS } from "viewer/colors";
-import { ago, arrange, card, empty, fill, groupedBy, h, newest, number, seconds, update, words } from "viewer/dom";
+import { colorOfMetric, colorOfRun, colorOfWork, DASHES, STATUS } from "viewer/colors";
+import { arrange, card, compact, empty, fill, groupedBy, h, number, seconds, select, svg, update, words } from "viewer/dom";
+import { masthead } from "viewer/masthead";
 
 // title, metrics, note; the charts that have no data are left out
-const CHARTS = [
-  ["Response length", ["response_length", "response_length_p95"], "tokens: mean, and 95th percentile"],
-  ["Truncated answers", ["truncated"], "share that reached a limit"],
-  ["Groups without signal", ["uniform_groups"], "share of groups whose rewards are all equal"],
-  ["Drift", ["logprob_drift"], "mean |log p(trainer) − log p(engine)| per token"],
-  ["Staleness", ["rollout/staleness"], "updates between a token and its use"],
-  ["Tokens per second", ["tokens_per_second"], ""],
-  ["Loss", ["loss"], ""],
-  ["Reward margin", ["margin"], "chosen minus rejected, mean"],
+const HEALTH = [
   ["KL", ["kl"], "to the reference model"],
   ["Entropy", ["entropy"], "nats per token"],
+  ["Clipped", ["clip_fraction"], "share of tokens whose ratio was clipped"],
+  ["Groups without signal", ["uniform_groups"], "share of groups whose rewards are all equal"],
+  ["Response length", ["response_length", "response_length_p95"], "tokens: mean, and 95th percentile"],
+  ["Truncated answers", ["truncated"], "share that reached a limit"],
+  ["Drift", ["logprob_drift"], "mean |log p(trainer) − log p(engine)| per token"],
   ["Gradient norm", ["grad_norm"], ""],
   ["Load of experts", ["moe/load_max", "moe/load_min"], "largest and smallest in any layer, in even loads"],
   ["Experts without tokens", ["moe/idle_share", "moe/dropped_share"], "share: in one batch; in 20 optimizer steps (dropped)"],
   ["Auxiliary loss", ["moe/auxiliary_loss"], "without its factor; 1 is an even load"],
   ["Replayed choices", ["moe/replay_differs"], "share that the policy would not repeat"],
 ];
+const LEARNING = [
+  ["Reward margin", ["margin"], "chosen minus rejected, mean"],
+  ["Loss", ["loss"], ""],
+];
+const SPEED = [
+  ["Tokens per second", ["tokens_per_second"], ""],
+  ["Staleness", ["rollout/staleness"], "updates between a token and its use"],
+];
+const PARTS = { learning: "Does it learn?", health: "Is it healthy?", speed: "Where do time and rollouts go?", more: "Metrics that you chose" };
 const EXPERT = /^moe\/load\/(\d+)$/;
 const MOST_EXPERTS = 16; // lines in the chart of experts
 const EVALUATED = /(^|\/)(test_)?accuracy$/;
 const HELD_OUT_LOSS = /(^|\/)test_loss$/;
-const PHASE_COLORS = ["#2563eb", "#e8710a", "#0f9d76", "#a855f7", "#64748b", "#0891b2", "#8d6e1f", "#d6336c"];
+const WINDOW = 10; // steps whose mean a figure is
+const SMOOTH = [["0", "none"], ["0.6", "a little"], ["0.85", "much"], ["0.95", "very much"]];
+const CLOCKS = { step: "step", tokens: "tokens", time: "time" };
+const FAMILIES = { grpo: "ppo" }; // presets whose curves mean the same
 
 export async function render(parameters, app) {
-  const more = (parameters.more ?? "").split(",").filter(Boolean);
-  const part = () => h("div", { class: "contents" });
-  const parts = { problems: part(), results: part(), advice: part(), tiles: part(), curves: h("div", { class: "charts" }), empty: part(), metrics: part() };
-  const metrics = metricsCard(app, more);
-  const draw = async () => drawParts({ parts, metrics, all: await found(app, more), app, more });
-  const body = h("div", { class: "page" }, Object.values(parts));
-  await draw();
-  return { body, renew: () => draw().catch(() => {}) };
+  const view = new Overview(parameters, app);
+  await view.draw();
+  return { body: view.body, renew: () => view.draw().catch(() => {}) };
+}
+
+const listed = (text) => (text ?? "").split(",").filter(Boolean);
+
+// What the reader chose is in the address: `more` metrics, hidden charts, their order, those with a logarithmic axis,
+// the smoothing, and what the x axis counts.
+class Overview {
+  constructor(parameters, app) {
+    Object.assign(this, { app, parameters: { ...parameters } });
+    const part = () => h("div", { class: "contents" });
+    this.parts = { problems: part(), heads: h("div", { class: "mastheads" }), results: part(), advice: part(), tiles: part(), tools: part() };
+    this.grids = Object.fromEntries(Object.entries(PARTS).map(([name, title]) => [name, { head: h("h2", { class: "part", hidden: true }, title), grid: h("div", { class: "charts" }) }]));
+    this.parts.empty = part();
+    this.parts.metrics = part();
+    const { empty: none, metrics, ...above } = this.parts;
+    this.body = h("div", { class: "page" }, Object.values(above), Object.values(this.grids).map(({ head, grid }) => [head, grid]), none, metrics);
+    this.metrics = metricsCard(app, () => listed(this.parameters.more), (more) => this.set({ more: more.join(",") }));
+  }
+
+  async draw() {
+    this.all = await found(this.app, listed(this.parameters.more));
+    this.drawParts();
+  }
+
+  // Draws again with other choices. The focus stays on what was pressed.
+  async set(changes) {
+    Object.assign(this.parameters, changes);
+    this.app.keep("overview", this.parameters);
+    const { chart } = document.activeElement?.closest("[data-chart]")?.dataset ?? {};
+    if ("more" in changes) await this.draw();
+    else this.drawParts();
+    const again = chart && !document.activeElement?.closest("[data-chart]") && this.body.querySelector(`[data-chart="${CSS.escape(chart)}"] summary`);
+    (again || null)?.focus();
+  }
+
+  // Draws what is new. Charts and the list of metrics stay, with what the reader chose in them.
+  drawParts() {
+    const { parts, app, all } = this;
+    const [evaluated, trained] = [all.filter((each) => each.results), all.filter((each) => !each.results)];
+    update(parts.problems, all.map((each) => problems(each.run)));
+    update(parts.heads, all.map((each) => masthead(each.run, { ...each, several: all.length > 1 })));
+    const results = JSON.stringify(evaluated.map(({ run, results, statuses }) => [run.name, results, statuses]));
+    if (results !== parts.known) fill(parts.results, evaluated.map((each) => evaluationCards(each, app)));
+    parts.known = results;
+    update(parts.advice, trained.length > 0 && h("div", { class: "advices" }, advice(trained, app)));
+    update(parts.tiles, trained.map((each) => tiles(each, trained.length > 1, app)));
+    const steps = trained.filter((each) => !each.run.is_unfinished_evaluation); // runs that have them
+    const charts = steps.length ? this.charts(steps) : {};
+    for (const [name, { head, grid }] of Object.entries(this.grids)) {
+      const own = this.arranged(charts[name] ?? []);
+      head.hidden = !own.length;
+      renewCharts(grid, own);
+    }
+    const curves = Object.values(charts).flat();
+    if (curves.length) this.drawTools(curves);
+    else fill(parts.tools);
+    update(parts.empty, withoutCurves(trained, steps, curves));
+    arrange(parts.metrics, steps.length > 0 && this.metrics.renew() ? [this.metrics.card] : []);
+  }
+
+  // Charts of a part in the reader's order, without those that are hidden.
+  arranged(charts) {
+    const [order, hidden] = [listed(this.parameters.order), listed(this.parameters.hidden)];
+    const place = ({ dataset }) => (order.indexOf(slug(dataset.chart)) + 1 || order.length + 1);
+    return charts.filter(({ dataset }) => !hidden.includes(slug(dataset.chart))).sort((a, b) => place(a) - place(b));
+  }
+
+  // The choices for all charts. They are drawn once, and only what they list is drawn anew.
+  drawTools(curves) {
+    const { smooth = "0", x = "step" } = this.parameters;
+    const hidden = curves.map(({ dataset }) => dataset.chart).filter((title) => listed(this.parameters.hidden).includes(slug(title)));
+    if (!this.tools) {
+      this.tools = h("div", { class: "toolbar" },
+        select("smoothing", SMOOTH, smooth, (value) => this.set({ smooth: value === "0" ? "" : value })),
+        select("over", Object.entries(CLOCKS), x, (value) => this.set({ x: value === "step" ? "" : value })),
+        this.hidden = h("span", { class: "chips" }), h("small", {}, "Drag to zoom, double click to see all. The address keeps these choices."));
+      fill(this.parts.tools, this.tools);
+    }
+    const show = (title) => this.set({ hidden: listed(this.parameters.hidden).filter((name) => name !== slug(title)).join(",") });
+    fill(this.hidden, hidden.map((title) => h("button", { type: "button", class: "chip", on: { click: () => show(title) } }, `show ${title}`)));
+  }
+
+  // What a reader may do with one chart.
+  menu(title, hasLog) {
+    const toggle = (name) => {
+      const before = listed(this.parameters[name]);
+      return this.set({ [name]: (before.includes(slug(title)) ? before.filter((other) => other !== slug(title)) : [...before, slug(title)]).join(",") });
+    };
+    const act = (text, click) => h("button", { type: "button", class: "quiet", on: { click } }, text);
+    return h("details", { class: "menu" }, h("summary", { "aria-label": `choices for ${title}`, title: "logarithmic axis, order, hide" }, "⋯"),
+      h("div", {}, hasLog && act("logarithmic or linear", () => toggle("log")), act("move to the front", () => this.move(title, -Infinity)), act("move back by one", () => this.move(title, 1)), act("move forward by one", () => this.move(title, -1)), act("hide", () => toggle("hidden"))));
+  }
+
+  move(title, by) {
+    const { grid } = Object.values(this.grids).find((each) => [...each.grid.children].some(({ dataset }) => dataset.chart === title));
+    const names = [...grid.children].map(({ dataset }) => slug(dataset.chart));
+    const from = names.indexOf(slug(title));
+    names.splice(Math.max(0, Math.min(names.length - 1, from + by)), 0, ...names.splice(from, 1));
+    this.set({ order: [...listed(this.parameters.order).filter((name) => !names.includes(name)), ...names].join(",") });
+  }
+
+  // The curves of runs that train, by importance. Runs of different trainers have panels of their own.
+  charts(found) {
+    const families = [...groupedBy(found, ({ run }) => familyOf(run)).entries()];
+    const all = families.map(([family, own]) => this.chartsOf(own, families.length > 1 ? ` · ${family}` : ""));
+    return Object.fromEntries(Object.keys(PARTS).map((name) => [name, all.flatMap((each) => each[name]).filter(Boolean)]));
+  }
+
+  chartsOf(found, suffix) {
+    const several = found.length > 1;
+    const line = (title, lines, options = {}) => this.lines(title + suffix, lines, options);
+    const metric = ([title, metrics, note]) => line(title, metricLines(metrics, found), { note });
+    const stack = (each, title, [steps, layers, options]) => stackChart(several ? `${title}: ${each.run.name}` : title + suffix, steps, layers, { ...options, menu: this.menu(several ? `${title}: ${each.run.name}` : title + suffix, false) });
+    return {
+      learning: [
+        line("Training reward", rewardLines(found), { note: "mean of each step; the band is its standard error, clustered by prompt" }),
+        line("Parts of the reward", partLines(found), { note: "mean of each part, before its weight" }),
+        line("Held out", heldOutLines(found), { note: "evaluations; the bars are standard errors, clustered by prompt" }),
+        line("Held-out loss", lossLines(found)),
+        line("Training accuracy", metricLines(["accuracy"], found.filter((each) => !isHeldOut("accuracy", each.run))), { note: "share of pairs that the model orders rightly" }),
+        ...LEARNING.map(metric),
+      ],
+      health: [...HEALTH.map(metric), ...found.map((each) => line(several ? `Load per expert: ${each.run.name}` : "Load per expert", ...expertLines(each)))],
+      speed: [...SPEED.map(metric), ...found.map((each) => stack(each, "Seconds per phase", phaseLayers(each))), ...found.map((each) => stack(each, "Rollouts by status", statusLayers(each)))],
+      more: listed(this.parameters.more).map((name) => metric([name, [name], ""])),
+    };
+  }
+
+  // A chart over what the reader chose.
+  lines(title, lines, options) {
+    const { smooth, x = "step" } = this.parameters;
+    const clocks = lines.map(({ each }) => clockOf(each, x));
+    const moved = lines.map(({ each: _, ...own }, index) => ({ ...own, steps: own.steps.map(clocks[index]) }));
+    const axis = { step: "step", tokens: "tokens trained on", time: "hours" }[x] ?? "step";
+    return lineChart(title, moved, { ...options, axis, smooth: Number(smooth) || 0, log: listed(this.parameters.log).includes(slug(title)), menu: this.menu(title, true) });
+  }
+}
+
+const slug = (title) => title.replaceAll(",", " ");
+
+// The trainer of a run. A run of an earlier version does not name it; then its metrics tell runs of different kinds apart.
+function familyOf({ begun, metrics }) {
+  if (begun.trainer) return FAMILIES[begun.trainer] ?? begun.trainer;
+  return metrics.includes("reward") ? "ppo" : metrics.includes("margin") ? "preferences" : "supervised";
+}
+
+// A function from steps to what the x axis counts: up to a step, tokens that were trained on, or hours.
+function clockOf({ clock }, x) {
+  const sums = { tokens: clock.tokens, time: clock.seconds.map((value) => value / 3600) }[x];
+  if (!sums) return (step) => step;
+  const at = (step) => {
+    let [low, high] = [0, clock.steps.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (clock.steps[middle] <= step) low = middle + 1;
+      else high = middle;
+    }
+    return low - 1;
+  };
+  return (step) => sums[at(step)] ?? 0;
 }
 
 async function found(app, more) {
-  const names = (run) => [...new Set([...CHARTS.flatMap(([, metrics]) => metrics), ...more, "reward", "seconds", ...picked(run)])];
-  return Promise.all(app.runs.map(async (run, index) => ({
-    run,
-    index,
-    color: SERIES[index % SERIES.length],
-    series: await series(index, names(run).filter((name) => run.metrics.includes(name))),
-    ...(await ask("overview", { run: index })),
-  })));
-}
-
-// Draws what is new. Charts and the list of metrics stay, with what the reader chose in them.
-function drawParts({ parts, metrics, all, app, more }) {
-  const [evaluated, trained] = [all.filter((each) => each.results), all.filter((each) => !each.results)];
-  update(parts.problems, all.map((each) => problems(each.run)));
-  const results = JSON.stringify(evaluated.map(({ run, results, statuses }) => [run.name, results, statuses]));
-  if (results !== parts.known) fill(parts.results, evaluated.map((each) => evaluationCards(each, app)));
-  parts.known = results;
-  update(parts.advice, trained.length > 0 && h("div", { class: "advices" }, advice(trained, app)));
-  update(parts.tiles, trained.map((each) => tiles(each, trained.length > 1, app)));
-  const steps = trained.filter((each) => !each.run.is_unfinished_evaluation); // runs that have them
-  const curves = steps.length ? chartsOf(steps, more) : [];
-  renewCharts(parts.curves, curves);
-  update(parts.empty, withoutCurves(trained, steps, curves));
-  arrange(parts.metrics, steps.length > 0 && metrics.renew() ? [metrics.card] : []);
+  const names = (run) => [...new Set([...[...LEARNING, ...HEALTH, ...SPEED].flatMap(([, metrics]) => metrics), ...more, "reward", "seconds", ...picked(run)])];
+  return Promise.all(app.runs.map(async (run, index) => {
+    const [own, about, config] = await Promise.all([series(index, names(run).filter((name) => run.metrics.includes(name))), ask("overview", { run: index }), ask("config", { run: index })]);
+    return { run, index, color: colorOfRun(index), series: own, config, ...about };
+  }));
 }
 
 function withoutCurves(trained, steps, curves) {
   if (!trained.length || curves.length) return null;
   return steps.length ? empty("No metrics yet", "The first step of a run writes metrics.jsonl. This page follows the run.")
     : empty("No results yet", "rlite eval writes results.json when every model has answered. This page follows it.");
-}
-
-// The curves of runs that train.
-function chartsOf(found, more) {
-  const several = found.length > 1;
-  return [
-    rewardChart(found),
-    partsChart(found),
-    heldOutChart(found),
-    lossChart(found),
-    metricChart("Training accuracy", ["accuracy"], "share of pairs that the model orders rightly", found.filter((each) => !isHeldOut("accuracy", each.run))),
-    ...CHARTS.map(([title, metrics, note]) => metricChart(title, metrics, note, found)),
-    ...found.map((each) => expertsChart(each, several)),
-    ...found.map((each) => phaseChart(each, several)),
-    ...found.map((each) => statusChart(each, several)),
-    ...more.map((name) => metricChart(name, [name], "", found)),
-  ].filter(Boolean);
 }
 
 function picked(run) {
@@ -112,37 +241,62 @@ function advice(found, app) {
     h("section", { class: `advice ${own[0].level}`, role: "status" }, h("strong", {}, title), own.map((advisory) => h(found.length > 1 ? "div" : "span", {}, told(advisory)))));
 }
 
-function tiles({ run, index, color, series: metrics, sources, statuses }, several, app) {
-  const last = (name) => metrics[name]?.values.findLast((value) => value !== null);
+function tiles({ run, index, series: metrics, sources, statuses }, several, app) {
   const total = Object.values(statuses).reduce((a, b) => a + b, 0);
   const lost = total - (statuses.trained ?? 0) - (statuses.evaluated ?? 0);
-  const evaluated = evaluations({ run, sources, series: metrics }).map(([name, { steps, values, errors }]) =>
-    tile(`held out: ${name}`, number(values.at(-1), 3), `${errors?.at(-1) ? `± ${number(errors.at(-1), 2)}, ` : ""}${run.is_unfinished_evaluation ? "so far" : `step ${steps.at(-1)}`}`));
-  const losses = heldOutLosses(metrics).map(([name, { steps, values }]) => tile(name ? `held-out loss: ${name}` : "held-out loss", number(values.at(-1), 3), `step ${steps.at(-1)}`));
+  const reward = filled(sources.train, metrics.reward);
+  const finished = reward && upTo(reward, run.last_step || Infinity);
+  const evaluated = evaluations({ run, sources, series: metrics }).map(([name, points]) =>
+    tile(`held out: ${name}`, points, { note: `${points.errors?.at(-1) ? `± ${number(points.errors.at(-1), 2)}, ` : ""}${run.is_unfinished_evaluation ? "so far" : `step ${points.steps.at(-1)}`}`, window: 1 }));
+  const losses = heldOutLosses(metrics).map(([name, points]) => tile(name ? `held-out loss: ${name}` : "held-out loss", points, { note: `step ${points.steps.at(-1)}`, window: 1 }));
   const facts = [
-    tile("step", number(run.last_step || null), run.changed_at ? `changed ${ago(run.changed_at)}` : ""),
-    tile("reward", number(rewardOf(filled(sources.train, metrics.reward), run) ?? last("reward"), 3), "last step"),
-    !sources.train && tile("loss", number(last("loss"), 3), "last step"),
+    tile("reward", finished),
+    !sources.train && tile("loss", metrics.loss),
     ...evaluated,
     ...losses,
-    tile("tokens/s", number(last("tokens_per_second"), 3), "last step"),
-    tile("step time", seconds(last("seconds")), "last step"),
-    tile("rollouts", number(total || null), "recorded"),
-    tile(sources.train ? "not trained on" : "not counted", total ? `${((100 * lost) / total).toFixed(1)} %` : "–", total ? `${number(lost)} rollouts` : "", app.link("ledger", { run: index })),
-  ];
-  const title = several && h("h2", {}, h("i", { class: "dot", style: { background: color } }), run.name);
-  return h("div", {}, title, h("div", { class: "tiles" }, facts.filter(Boolean)));
+    tile("response length", metrics.response_length, { unit: " tokens" }),
+    tile("entropy", metrics.entropy),
+    tile("tokens/s", metrics.tokens_per_second, { show: compact }),
+    tile("step time", metrics.seconds, { show: seconds }),
+    total > 0 && h("div", { class: "tile" }, h("span", {}, "rollouts"), h("strong", {}, compact(total)), h("small", {}, "recorded")),
+    total > 0 && h("a", { class: "tile", href: app.link("ledger", { run: index }) }, h("span", {}, sources.train ? "not trained on" : "not counted"), h("strong", {}, `${((100 * lost) / total).toFixed(1)} %`), h("small", {}, `${number(lost)} rollouts; open the ledger`)),
+  ].filter(Boolean);
+  const title = several && h("h2", {}, h("i", { class: "dot", style: { background: colorOfRun(index) } }), run.name);
+  return facts.length > 0 && h("div", {}, title, h("div", { class: "tiles" }, facts));
 }
 
-// Mean reward of the newest step.
-function rewardOf(points, run) {
-  return points?.values[points.steps.indexOf(newest(points.steps, run))];
+function upTo({ steps, values }, last) {
+  const kept = steps.map((step, at) => [step, values[at]]).filter(([step]) => step <= last);
+  return { steps: kept.map(([step]) => step), values: kept.map(([, value]) => value) };
 }
 
-// A figure; none if it is not known.
-function tile(label, value, note, href) {
-  if (value === "–") return null;
-  return h(href ? "a" : "div", { class: "tile", href }, h("span", {}, label), h("strong", {}, value), h("small", {}, note));
+// A figure: the mean of the last steps, its change, and its course; none if it is not known.
+function tile(label, points, { show = (value) => number(value, 3), unit = "", note, window = WINDOW } = {}) {
+  const values = (points?.values ?? []).filter((value) => value !== null && value !== undefined);
+  if (!values.length) return null;
+  const width = Math.max(1, Math.min(window, Math.floor(values.length / 2)));
+  const meanOf = (own) => own.reduce((a, b) => a + b, 0) / own.length;
+  const now = meanOf(values.slice(-width));
+  const before = values.length > width ? meanOf(values.slice(-2 * width, -width)) : null;
+  const change = before === null ? null : now - before;
+  const isSame = change !== null && Math.abs(change) < 1e-9 + 0.005 * Math.abs(before);
+  const told = note ?? (width > 1 ? `mean of the last ${width} steps` : `step ${points.steps.at(-1)}`);
+  const arrow = change === null ? "" : isSame ? "unchanged" : `${change > 0 ? "▲" : "▼"} ${show(Math.abs(change))}`;
+  const since = window === 1 ? "the evaluation before" : `the ${width === 1 ? "step" : `${width} steps`} before`;
+  return h("div", { class: "tile" }, h("span", {}, label), h("strong", {}, `${show(now)}`, h("i", {}, unit)),
+    arrow && h("b", { class: "change", title: `from ${show(before)}, ${since}`, "aria-label": isSame ? "unchanged" : `${change > 0 ? "up" : "down"} by ${show(Math.abs(change))} since ${since}` , role: "note" }, arrow),
+    h("small", {}, told), spark(values));
+}
+
+// The course of all values, as means of at most 40 parts.
+function spark(values) {
+  if (values.length < 3) return null;
+  const number = Math.min(40, values.length);
+  const parts = Array.from({ length: number }, (_, at) => values.slice(Math.floor((at * values.length) / number), Math.floor(((at + 1) * values.length) / number)));
+  const means = parts.map((own) => own.reduce((a, b) => a + b, 0) / own.length);
+  const [low, high] = [Math.min(...means), Math.max(...means)];
+  const points = means.map((value, at) => `${((100 * at) / (number - 1)).toFixed(1)},${(high > low ? 20 - (18 * (value - low)) / (high - low) : 11).toFixed(1)}`);
+  return svg("svg", { viewBox: "0 0 100 22", class: "course", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("polyline", { points: points.join(" ") }));
 }
 
 function label(each, name, found) {
@@ -158,27 +312,35 @@ function filled(recorded, metric) {
   return { steps: points.map(({ step }) => step), values: points.map(({ value }) => value), errors: points.map(({ error }) => error) };
 }
 
-function rewardChart(found) {
+// Lines have the colour of their run if there are several; then its metrics differ by their dashes.
+function styled(lines, found) {
+  const several = found.length > 1;
+  const numbers = new Map();
+  return lines.map((line) => {
+    const at = numbers.get(line.each) ?? 0;
+    numbers.set(line.each, at + 1);
+    return { ...line, color: several ? line.each.color : colorOfMetric(at, line.each.color), dash: several ? DASHES[at % DASHES.length] : undefined };
+  });
+}
+
+function rewardLines(found) {
   const lines = found.map((each) => {
     const points = filled(each.sources.train, each.series.reward);
-    return points && { label: label(each, "reward", found), color: each.color, ...points };
+    return points && { each, label: label(each, "reward", found), ...points };
   });
-  return lineChart("Training reward", lines.filter(Boolean), { note: "mean of each step; the band is its standard error, clustered by prompt" });
+  return styled(lines.filter(Boolean), found);
 }
 
-function partsChart(found) {
-  const lines = found.flatMap((each) => Object.entries(each.series).filter(([name]) => name.startsWith("reward/")).map(([name, points]) => ({ label: label(each, name.slice(7), found), ...points })));
-  return lineChart("Parts of the reward", lines, { note: "mean of each part, before its weight" });
+function partLines(found) {
+  return styled(found.flatMap((each) => Object.entries(each.series).filter(([name]) => name.startsWith("reward/")).map(([name, points]) => ({ each, label: label(each, name.slice(7), found), ...points }))), found);
 }
 
-function heldOutChart(found) {
-  const lines = found.flatMap((each) => evaluations(each).map(([name, points]) => ({ label: label(each, name, found), bars: true, ...points })));
-  return lineChart("Held out", lines, { note: "evaluations; the bars are standard errors, clustered by prompt" });
+function heldOutLines(found) {
+  return styled(found.flatMap((each) => evaluations(each).map(([name, points]) => ({ each, label: label(each, name, found), bars: true, ...points }))), found);
 }
 
-function lossChart(found) {
-  const lines = found.flatMap((each) => heldOutLosses(each.series).map(([name, points]) => ({ label: label(each, name || "held-out loss", found), ...points })));
-  return lineChart("Held-out loss", lines);
+function lossLines(found) {
+  return styled(found.flatMap((each) => heldOutLosses(each.series).map(([name, points]) => ({ each, label: label(each, name || "held-out loss", found), ...points }))), found);
 }
 
 // An accuracy of training has no number of failed episodes beside it.
@@ -210,53 +372,51 @@ function errorsOf(metrics, name, { steps }) {
   return steps.map((step) => place.get(step) ?? null);
 }
 
-function metricChart(title, metrics, note, found) {
-  const lines = found.flatMap((each) => metrics.filter((name) => each.series[name]).map((name) => ({
+function metricLines(metrics, found) {
+  return styled(found.flatMap((each) => metrics.filter((name) => each.series[name]).map((name) => ({
+    each,
     label: label(each, metrics.length > 1 ? name : found.length > 1 ? "" : name, found),
-    color: found.length > 1 && metrics.length === 1 ? each.color : undefined,
     ...each.series[name],
-  })));
-  return lineChart(title, lines, { note });
+  }))), found);
 }
 
 // The load of each expert, or of those with the largest and the smallest load at the end.
-function expertsChart(each, several) {
+function expertLines(each) {
   const all = Object.entries(each.series).filter(([name]) => EXPERT.test(name))
-    .map(([name, points]) => ({ label: `expert ${Number(EXPERT.exec(name)[1])}`, ...points, last: points.values.findLast((value) => value !== null) }));
+    .map(([name, points]) => ({ each, label: `expert ${Number(EXPERT.exec(name)[1])}`, ...points, last: points.values.findLast((value) => value !== null) }));
   const cut = Math.max(0, all.length - MOST_EXPERTS);
   const kept = new Set(all.toSorted((a, b) => b.last - a.last).toSpliced(MOST_EXPERTS / 2, cut));
   const note = `mean over layers, in even loads${cut ? `; ${MOST_EXPERTS} of ${all.length} experts: the most and the least loaded` : ""}`;
-  return lineChart(several ? `Load per expert: ${each.run.name}` : "Load per expert", all.filter((line) => kept.has(line)), { note });
+  return [styled(all.filter((line) => kept.has(line)), [each]), { note }];
 }
 
-function phaseChart(each, several) {
+function phaseLayers(each) {
   const { steps, seconds: phases, stride } = each.phases;
   const layers = Object.entries(phases)
-    .map(([label, values]) => ({ label, values, total: values.reduce((a, b) => a + b, 0) }))
-    .sort((a, b) => b.total - a.total)
-    .map((layer, index) => ({ ...layer, color: PHASE_COLORS[index % PHASE_COLORS.length] }));
-  const note = stride > 1 ? `means of ${stride} steps each` : "";
-  return stackChart(several ? `Seconds per phase: ${each.run.name}` : "Seconds per phase", steps, layers, { unit: " s", note });
+    .map(([label, values]) => ({ label, values, color: colorOfWork(label), total: values.reduce((a, b) => a + b, 0) }))
+    .sort((a, b) => b.total - a.total);
+  return [steps, layers, { unit: " s", note: stride > 1 ? `by step; means of ${stride} steps each` : "by step" }];
 }
 
-function statusChart(each, several) {
+function statusLayers(each) {
   const { steps, counts } = each.statuses_by_step;
   const layers = Object.entries(STATUS).filter(([status]) => counts[status]).map(([status, color]) => ({ label: words(status), color, values: counts[status] }));
-  const note = "every rollout of a step, by what became of it";
-  return stackChart(several ? `Rollouts: ${each.run.name}` : "Rollouts by status", steps, layers, { note });
+  return [steps, layers, { note: "every rollout of a step, by what became of it" }];
 }
 
 // The metrics of all runs, to choose from.
-function metricsCard(app, more) {
+function metricsCard(app, chosen, choose) {
   const list = h("div", { class: "chips" });
   const search = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", on: { input: () => draw() } });
   let known = [];
-  const draw = () => fill(list, known.filter((name) => name.includes(search.value)).map((name) => {
-    const isOn = more.includes(name);
-    const next = isOn ? more.filter((other) => other !== name) : [...more, name];
-    return h("button", { type: "button", class: "chip", "aria-pressed": String(isOn), on: { click: () => app.go("overview", { more: next.join(",") }, { replace: true }) } }, name);
-  }));
-  const own = card("All metrics", h("p", { class: "note" }, "Choose metrics to draw them above."), search, list);
+  const pick = (event, name) => {
+    const isOn = chosen().includes(name);
+    event.target.setAttribute("aria-pressed", String(!isOn));
+    choose(isOn ? chosen().filter((other) => other !== name) : [...chosen(), name]);
+  };
+  const draw = () => fill(list, known.filter((name) => name.includes(search.value)).map((name) =>
+    h("button", { type: "button", class: "chip", "aria-pressed": String(chosen().includes(name)), on: { click: (event) => pick(event, name) } }, name)));
+  const own = card("All metrics", h("p", { class: "note" }, "Choose metrics to draw them above this list."), search, list);
   const renew = () => {
     const next = [...new Set(app.runs.flatMap((run) => run.metrics))].sort();
     const isNew = next.join() !== known.join();

@@ -1,18 +1,21 @@
-// Rollouts of one step: a grid of groups, a histogram, a scatter, filters and a table.
+// Rollouts of one step: what was asked and answered, a map of groups, a histogram, a scatter, filters and a table.
 
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
-import { card, empty, fill, groupedBy, h, key, mean, newest, number, rowsOf, select, svg, words } from "viewer/dom";
+import { card, empty, fill, groupedBy, h, key, mean, newest, number, rowsOf, scroller, select, svg, words } from "viewer/dom";
 import { News, placeBar, placeOf, statusChip } from "viewer/place";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
+const SHOWN_TEXTS = 96; // rollouts whose texts are listed at first
+const MAX_DATA = 4; // columns of the data beside a prompt
 const SHOWN_CELLS = 2000;
 const MAX_IN_LINE = 16; // cells beside each other
 const LEFT = 110; // of the scatter, for the numbers of its axis
 const HIDDEN = ["step", "ended"];
 const STATUS_COLOR = "status";
 const FILTERS = ["status", "reason", "low", "high", "min", "max", "text"];
+const isLost = ({ status }) => status !== "trained" && status !== "evaluated";
 const isGiven = (value) => value !== undefined && value !== "";
 
 export async function render(parameters, app, signal) {
@@ -23,8 +26,10 @@ export async function render(parameters, app, signal) {
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);
   const state = { app, run, about, source, step, steps, rows, signal, parameters: { ...parameters, run, source, step } };
   const body = h("div", { class: "page" });
+  const texts = ask("texts", { run, source, step }).catch((error) => ({ groups: [], answers: [], error }));
   const view = new View(state, body);
   view.draw();
+  texts.then((found) => signal.aborted || view.take(found));
   const move = (by) => () => {
     const next = steps[steps.indexOf(step) + by];
     return next === undefined ? false : void app.go("rollouts", { ...state.parameters, step: next }, { replace: true });
@@ -44,18 +49,34 @@ class View {
   }
 
   draw() {
-    this.grid = h("div", { class: "grid", role: "grid", "aria-label": "groups and samples" });
-    this.side = h("div", { class: "side" });
-    this.table = h("div", { class: "scroll" });
+    this.texts = null;
+    this.list = h("div", { class: "stories", "aria-busy": "true" });
+    this.grid = h("div", { class: "grid scroll", role: "region", tabindex: "0", "aria-label": "map of groups and samples" });
+    this.side = h("div", { class: "contents" });
+    this.table = scroller("all columns of the rollouts");
     this.found = h("div");
-    fill(this.body, this.toolbar(), this.found, h("div", { class: "columns groups" }, card("Groups", this.legend(), this.heads(), this.grid), this.side), card("Table", h("p", { class: "note" }, "A click on a heading sorts. The table scrolls sideways."), this.table));
+    const map = card("Map of groups", this.legend(), this.heads(), this.grid);
+    const all = h("details", { class: "card" }, h("summary", {}, h("h2", {}, "All columns")), h("p", { class: "note" }, "A click on a heading sorts. The table scrolls sideways."), this.table);
+    fill(this.body, h("h1", { class: "hidden" }, "Rollouts"), this.toolbar(), this.found, h("div", { class: "columns groups" }, this.list, h("div", { class: "side" }, map, this.side)), all);
     this.drawChosen();
+  }
+
+  // Takes the texts of the step, which come after its rows.
+  take({ groups, answers, error }) {
+    this.texts = {
+      groups: new Map(groups.map((each) => [each.group, each])),
+      answers: new Map(answers.map(({ group, sample, end }) => [`${group}/${sample}`, end])),
+      error,
+    };
+    this.list.removeAttribute("aria-busy");
+    this.drawTexts(new Set(this.rows.filter((row) => this.matches(row))));
   }
 
   drawChosen() {
     const chosen = new Set(this.rows.filter((row) => this.matches(row)));
     this.count.textContent = chosen.size === this.rows.length ? `${number(this.rows.length)} rollouts` : `${number(chosen.size)} of ${number(this.rows.length)} rollouts`;
     this.clear.hidden = !FILTERS.some((name) => isGiven(this.given[name]));
+    this.drawTexts(chosen);
     this.drawGrid(chosen);
     fill(this.side, this.histogram(chosen), this.scatter(chosen));
     this.drawTable([...chosen]);
@@ -145,38 +166,85 @@ class View {
 
   // Headings of the grid's columns.
   heads() {
-    return h("div", { class: "line heads" }, h("span", {}, "group"), h("span", {}, "item"), h("span", { class: "mean" }, `mean ${words(this.value)}`), h("span", {}, "samples"));
+    return h("div", { class: "line heads" }, h("span", {}, "group"), h("span", { class: "mean" }, "mean"), h("span", {}, "samples"));
+  }
+
+  meanOf(rows) {
+    return mean(rows.map((row) => row[this.value]));
+  }
+
+  // The groups with a chosen rollout, in the chosen order.
+  get sorted() {
+    const { value } = this;
+    const spread = (rows) => { const [low, high] = range(rows.map((row) => row[value])); return high - low; };
+    const orders = { group: ([a], [b]) => a - b, mean: ([, a], [, b]) => this.meanOf(b) - this.meanOf(a), least: ([, a], [, b]) => this.meanOf(a) - this.meanOf(b), spread: ([, a], [, b]) => spread(b) - spread(a) };
+    return [...groupedBy(this.rows, (row) => row.group)].sort(orders[this.given.sort] ?? orders.group);
+  }
+
+  // Each prompt with its answers and their rewards, as texts.
+  drawTexts(chosen, limit = SHOWN_TEXTS) {
+    const shown = this.sorted.map(([group, rows]) => [group, rows, rows.filter((row) => chosen.has(row))]).filter(([, , own]) => own.length);
+    const made = [];
+    let number = 0;
+    for (const each of shown) {
+      if (number >= limit) break;
+      number += each[2].length;
+      made.push(this.story(...each));
+    }
+    const more = made.length < shown.length && h("button", { type: "button", class: "more", on: { click: () => this.drawTexts(chosen, 4 * limit) } }, `Show more of ${shown.length} groups`);
+    const missing = this.texts && !this.texts.answers.size && h("p", { class: "note" }, this.texts.error?.message ?? "No text of this step is recorded: trainer.record=sample records those of some groups, all those of every group.");
+    fill(this.list, missing, made.length ? made : empty("Nothing matches", "No rollout of this step passes the filters."), more);
+  }
+
+  story(group, rows, chosen) {
+    const { prompt, data = [] } = this.texts?.groups.get(group) ?? {};
+    const shown = data.slice(0, MAX_DATA).map(([name, value]) => h("span", {}, h("small", {}, name), " ", h("span", { dir: "auto" }, value)));
+    const rewards = rows.map((row) => row.reward).filter((reward) => typeof reward === "number");
+    const answers = chosen.map((row) => h("li", {},
+      h("a", { href: this.sampleLink(row), "aria-label": `group ${group} sample ${row.sample}, reward ${number(row.reward)}` },
+        h("i", { class: `swatch${isLost(row) ? " lost" : ""}`, style: { "background-color": this.color(row) } }), h("b", { class: "reward" }, number(row.reward, 3))),
+      h("span", { class: "answer", dir: "auto" }, row.answer !== null && row.answer !== undefined && h("strong", { title: "the answer that the reward has judged" }, String(row.answer).slice(0, 200)), " ", this.texts?.answers.get(`${group}/${row.sample}`) ?? ""),
+      h("small", { class: "facts" }, isLost(row) && [statusChip(row.status), " "], row.response_tokens !== null && `${number(row.response_tokens)} tokens`)));
+    return h("section", { class: "card story" },
+      h("h2", { dir: "auto" }, prompt ?? `item ${rows[0].item}`),
+      h("p", { class: "about" }, shown, h("span", {}, h("small", {}, "group"), ` ${group}`), prompt && h("span", {}, h("small", {}, "item"), ` ${rows[0].item}`),
+        h("span", {}, h("small", {}, `mean ${words(this.value)}`), ` ${number(this.meanOf(rows), 3)}`), this.mark(rewards)),
+      h("ul", {}, answers));
+  }
+
+  // A mark on a group whose rewards are all equal.
+  mark(rewards) {
+    if (this.source !== "train" || rewards.length < 2 || new Set(rewards).size > 1) return null;
+    const teaches = this.about.equal_rewards_teach;
+    return h("span", { class: `mark${teaches ? "" : " warning"}`, title: teaches ? "This run learns from such groups, too." : "All rewards are equal, so that no answer is better than another: this run learns nothing from the group." }, teaches ? "equal rewards" : "no signal: equal rewards");
   }
 
   drawGrid(chosen) {
-    const groups = groupedBy(this.rows, (row) => row.group);
-    const meanOf = (rows) => mean(rows.map((row) => row[this.value]));
-    const spread = (rows) => { const [low, high] = range(rows.map((row) => row[this.value])); return high - low; };
-    const orders = { group: ([a], [b]) => a - b, mean: ([, a], [, b]) => meanOf(b) - meanOf(a), least: ([, a], [, b]) => meanOf(a) - meanOf(b), spread: ([, a], [, b]) => spread(b) - spread(a) };
-    const shown = [...groups].filter(([, rows]) => rows.some((row) => chosen.has(row))).sort(orders[this.given.sort] ?? orders.group);
+    const shown = this.sorted.filter(([, rows]) => rows.some((row) => chosen.has(row)));
+    const groups = { size: new Set(this.rows.map((row) => row.group)).size };
     if (!shown.length) {
       fill(this.grid, empty("Nothing matches", "No rollout of this step passes the filters."));
       return;
     }
-    const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen, meanOf(rows)));
+    const lines = (from, to) => shown.slice(from, to).map(([group, rows]) => this.line(group, rows, chosen));
     const many = Math.ceil((SHOWN_CELLS * groups.size) / this.rows.length);
     const more = shown.length > many && h("button", { type: "button", class: "more", on: { click: (event) => event.target.replaceWith(...lines(many)) } }, `Show all ${number(shown.length)} groups`);
-    this.grid.style.setProperty("--samples", Math.min(MAX_IN_LINE, Math.max(...[...groups.values()].map((rows) => rows.length))));
+    this.grid.style.setProperty("--samples", Math.min(MAX_IN_LINE, Math.max(...shown.map(([, rows]) => rows.length))));
     fill(this.grid, lines(0, many), more);
     const first = this.grid.querySelector("a.cell");
     if (first) first.tabIndex = 0;
     this.grid.onkeydown = (event) => this.moveFocus(event);
   }
 
-  line(group, rows, chosen, average) {
+  line(group, rows, chosen) {
     const cells = rows.map((row) => h("a", {
-      class: `cell${row.status === "trained" || row.status === "evaluated" ? "" : " lost"}${chosen.has(row) ? "" : " dim"}`,
-      role: "gridcell", tabindex: "-1", href: this.sampleLink(row),
+      class: `cell${isLost(row) ? " lost" : ""}${chosen.has(row) ? "" : " dim"}`,
+      tabindex: "-1", href: this.sampleLink(row),
       title: `sample ${row.sample}: ${words(this.value)} ${number(row[this.value])}\n${words(row.status)}${row.reason ? `: ${row.reason}` : ""}\n${number(row.response_tokens)} tokens`,
       "aria-label": `group ${group} sample ${row.sample}, ${words(this.value)} ${number(row[this.value])}, ${words(row.status)}`,
       style: { "background-color": this.color(row) },
     }));
-    return h("div", { class: "line", role: "row" }, h("b", {}, group), h("span", { class: "name", title: `item ${rows[0].item}` }, rows[0].item), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(average, 3)), h("span", { class: "cells" }, cells));
+    return h("div", { class: "line" }, h("b", { title: `item ${rows[0].item}` }, group), h("span", { class: "mean", title: `mean of ${words(this.value)}` }, number(this.meanOf(rows), 3)), h("span", { class: "cells" }, cells));
   }
 
   moveFocus(event) {
@@ -214,7 +282,7 @@ class View {
     const isFiltered = isGiven(this.given.low);
     return card(`Histogram of ${words(this.value)}`,
       h("p", { class: "note" }, isFiltered ? h("button", { type: "button", class: "more", on: { click: () => this.set({ low: "", high: "" }) } }, `Show all values, not only ${number(Number(this.given.low), 3)} to ${number(Number(this.given.high), 3)}`) : "Click a bar to see only its rollouts."),
-      svg("svg", { viewBox: "0 0 400 120", class: "histogram", role: "group" }, bars,
+      svg("svg", { viewBox: "0 0 400 120", class: "histogram", role: "group", "aria-label": `histogram of ${words(this.value)}` }, bars,
         svg("text", { x: 0, y: 118 }, number(low, 3)), svg("text", { x: 400, y: 118, "text-anchor": "end" }, number(high, 3)), svg("text", { x: 200, y: 118, "text-anchor": "middle" }, `at most ${most} in a bar`)));
   }
 
@@ -235,7 +303,7 @@ class View {
     const choices = this.numeric.map((name) => [name, words(name)]);
     const head = h("div", { class: "toolbar small" }, select("x", choices, x, (value) => this.set({ x: value })), select("y", choices, y, (value) => this.set({ y: value })));
     if (!points.length) return card("Scatter", head, empty("No points", "No chosen rollout has both values."));
-    const canvas = h("canvas", { class: "scatter", width: 800, height: 440, role: "img", "aria-label": `${words(y)} over ${words(x)}` });
+    const canvas = h("canvas", { class: "scatter", width: 800, height: 440, role: "img", "aria-label": `${words(y)} over ${words(x)}; “All columns” has the numbers` });
     const note = h("p", { class: "note" }, "Click a point to open its rollout.");
     const [xs, ys] = [range(points.map((row) => row[x])), range(points.map((row) => row[y]))];
     const at = (row) => [LEFT + (780 - LEFT) * share(row[x], xs), 395 - 375 * share(row[y], ys)];
@@ -261,7 +329,7 @@ class View {
     const names = Object.keys(this.rows[0] ?? {}).filter((name) => !HIDDEN.includes(name) && this.rows.some((row) => row[name] !== null && row[name] !== ""));
     const [column, way] = order;
     const sorted = rows.toSorted((a, b) => way * compared(a[column], b[column]));
-    const heads = names.map((name) => h("th", { "aria-sort": name === column ? (way > 0 ? "ascending" : "descending") : null },
+    const heads = names.map((name) => h("th", { scope: "col", "aria-sort": name === column ? (way > 0 ? "ascending" : "descending") : null },
       h("button", { type: "button", on: { click: () => this.drawTable(rows, [name, name === column ? -way : 1]) } }, words(name))));
     const lines = sorted.slice(0, shown).map((row) => h("tr", {}, names.map((name) => h("td", { class: typeof row[name] === "number" ? "number" : "", title: typeof row[name] === "string" ? row[name] : null },
       name === "group" ? h("a", { href: this.sampleLink(row) }, row.group) : name === "status" ? statusChip(row.status) : typeof row[name] === "boolean" ? (row[name] ? "yes" : "no") : number(row[name])))));

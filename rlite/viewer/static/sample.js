@@ -1,14 +1,13 @@
 // One rollout: its conversation, its tokens, its siblings, and where its time went.
 
 import { ask, isExport } from "viewer/api";
-import { range, scale } from "viewer/colors";
+import { colorOfWork, range, scale } from "viewer/colors";
 import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
 import { News, placeOf, sourceName, statusChip } from "viewer/place";
 import { tokenView } from "viewer/tokens";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
 const ROLES = { prompt: "Prompt", model: "Model", environment: "Environment" };
-const STAGES = { queue: "#94a3b8", generate: "#2563eb", environment: "#e8710a", reward: "#0f9d76" };
 const MAX_EVENTS = 256; // stages of an episode that are recorded
 const COLUMNS = ["group", "sample", "status", "reward"]; // of the other rollouts of the step
 // Calls of tools in the formats that have marks: Hermes and XML, Mistral, Llama 3. The mark that ends a call may be
@@ -70,7 +69,7 @@ function groupBeside(rows, group, offset) {
 
 function head({ app, about, news, place, rows, row, tab, by }) {
   const [before, after] = neighbours(rows, place);
-  const arrow = (to, text, title) => h("a", { class: "button", "aria-label": title, title, "aria-disabled": to ? null : "true", href: to ? app.link("sample", { ...place, ...to, tab, by }) : null }, text);
+  const arrow = (to, text, title) => h("a", { class: "button", role: to ? null : "link", "aria-label": title, title, "aria-disabled": to ? null : "true", href: to ? app.link("sample", { ...place, ...to, tab, by }) : null }, text);
   const crumbs = [
     h("a", { href: app.link("overview") }, about.name),
     h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${sourceName(place.source)}${place.step || about.last_step ? ` · step ${place.step}` : ""}`),
@@ -81,13 +80,13 @@ function head({ app, about, news, place, rows, row, tab, by }) {
     h("nav", { class: "crumbs", "aria-label": "Place" }, crumbs),
     h("div", { class: "headline" },
       arrow(before, "‹", "previous rollout (←)"), arrow(after, "›", "next rollout (→)"),
-      h("span", { class: "big" }, number(row.reward)), h("small", {}, "reward"),
+      h("h1", { class: "big" }, number(row.reward), " ", h("small", {}, "reward")),
       statusChip(row.status), row.reason && h("span", { class: "reason" }, row.reason), news.box));
 }
 
 function tabs({ app, place, tab, by }) {
-  return h("div", { class: "tabs", role: "tablist" }, Object.entries(TABS).map(([name, title]) =>
-    h("a", { role: "tab", "aria-selected": String(name === tab), href: app.link("sample", { ...place, tab: name, by }) }, title)));
+  return h("nav", { class: "tabs", "aria-label": "Views of the rollout" }, Object.entries(TABS).map(([name, title]) =>
+    h("a", { "aria-current": name === tab ? "page" : null, href: app.link("sample", { ...place, tab: name, by }) }, title)));
 }
 
 function conversation({ row }) {
@@ -186,9 +185,9 @@ function episode({ row }) {
   const end = Math.max(...events.map((event) => event.end), 1e-9);
   const names = [...new Set(events.map((event) => event.name))];
   const title = (name) => (name === "environment" && !hasEnvironment(row) ? "other" : name);
-  const bars = events.map((event) => svg("rect", { x: (300 * event.start) / end, y: 4 + 20 * names.indexOf(event.name), width: Math.max(1, (300 * (event.end - event.start)) / end), height: 14, rx: 2, fill: STAGES[event.name] ?? "#64748b" },
+  const bars = events.map((event) => svg("rect", { x: (300 * event.start) / end, y: 4 + 20 * names.indexOf(event.name), width: Math.max(1, (300 * (event.end - event.start)) / end), height: 14, rx: 2, fill: colorOfWork(event.name) },
     svg("title", {}, `${title(event.name)}: ${seconds(event.end - event.start)}, from ${seconds(event.start)}`)));
-  const legend = names.map((name) => key(STAGES[name] ?? "#64748b", `${title(name)} ${seconds(row[`seconds_${name}`])}`));
+  const legend = names.map((name) => key(colorOfWork(name), `${title(name)} ${seconds(row[`seconds_${name}`])}`));
   const cut = events.length === MAX_EVENTS && h("p", { class: "note" }, `The picture shows the first ${MAX_EVENTS} stages; the seconds count all.`);
   return card("Episode", svg("svg", { viewBox: `0 0 300 ${4 + 20 * names.length}`, class: "episode", role: "img", "aria-label": "timeline of the episode" }, bars), h("p", { class: "legend" }, legend, !cut && h("span", {}, `in all ${seconds(end)}`)), cut);
 }

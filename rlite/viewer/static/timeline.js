@@ -1,8 +1,8 @@
 // Timeline: who was busy and who waited, from the trace of the run.
 
 import { ask, isExport } from "viewer/api";
-import { css, SERIES } from "viewer/colors";
-import { card, empty, fill, h, number, seconds, select, whenDiscarded } from "viewer/dom";
+import { colorOfWork, css } from "viewer/colors";
+import { card, empty, fill, h, number, scroller, seconds, select, whenDiscarded } from "viewer/dom";
 
 const MAX_NAME = 320; // width of a name
 const ROW = 18;
@@ -11,6 +11,19 @@ const GAP = 8;
 const PAUSE_MS = 80; // of the reader, after which the server is asked for a part
 const MAX_OTHERS = 4; // lanes that are named beside a wait
 const WAITS = /wait|held|idle/;
+const MAX_LISTED = 200; // spans of the table
+// What the workers of a process are for, by the name of the process without its number.
+const ROLES = {
+  driver: "the program, which gives the others their work",
+  actor: "the policy that is trained",
+  critic: "predicts returns",
+  reference: "the policy to stay near",
+  rollout: "generates the rollouts",
+  evaluation: "answers the evaluations",
+  teacher: "a frozen teacher",
+  train: "a model that is trained",
+  inference: "generates texts",
+};
 const MEANINGS = {
   group: "all samples of a prompt, from their submission until the trainer takes them",
   "group: waiting": "not started: too many groups are in flight",
@@ -39,22 +52,23 @@ export async function render(parameters, app) {
     ArrowLeft: () => view.pan(-0.25), ArrowRight: () => view.pan(0.25),
     "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2), 0: () => view.show(view.data.first, view.data.last),
   };
-  return { body: h("div", { class: "page" }, choose, view.body), keys, shown: () => view.observe(), hearTrace: () => view.load() };
+  return { body: h("div", { class: "page" }, h("h1", { class: "hidden" }, "Timeline"), choose, view.body), keys, shown: () => view.observe(), hearTrace: () => view.load() };
 }
 
 class Timeline {
   constructor(run, data) {
     this.run = run;
     this.names = 0; // width of the column of names
-    this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run" });
+    this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run; + and − zoom, the arrows move, and “Rows and spans” below has the numbers" });
     this.told = h("p", { class: "told", role: "status" }, "Point at a span. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
-    this.times = h("div", { class: "scroll" });
+    this.times = scroller("where the time went");
+    this.rowsTable = h("details", { class: "values", on: { toggle: () => this.tabulate() } }, h("summary", {}, "Rows and spans"), scroller("rows and spans of the timeline"));
     this.cut = h("p", { class: "note", role: "status" });
     const part = isExport() ? "whole trace" : "window"; // a file has no server that counts in a window
     const button = (text, title, act) => h("button", { type: "button", title, "aria-label": title, on: { click: act } }, text);
     this.body = h("div", { class: "stack" },
       card("Who was busy, who waited", h("div", { class: "toolbar small" }, button("+", "zoom in (+)", () => this.zoom(0.5)), button("−", "zoom out (−)", () => this.zoom(2)), button("all", "whole trace (0)", () => this.show(this.data.first, this.data.last)),
-        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, `The percentage is the share of the ${part} that is busy, without waiting. The number of a lower row is its most at a time${isExport() ? " in the whole trace" : ""}.`))), this.cut, this.canvas, this.told),
+        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, `The percentage is the share of the ${part} that is busy, without waiting. The number of a lower row is its most at a time${isExport() ? " in the whole trace" : ""}.`))), this.cut, this.canvas, this.told, this.rowsTable),
       card(`Where the time of the ${part} went`, h("p", { class: "note" }, "Spans nest. The own time of a span leaves out the spans inside of it."), this.times));
     this.listen();
     this.take(data);
@@ -136,6 +150,20 @@ class Timeline {
     const x = (time) => this.names + ((width - this.names) * (time - this.data.start)) / (this.data.end - this.data.start);
     this.drawAxis(context, x, height);
     for (const row of this.rows) (row.lane ? this.drawLane : this.drawFlight).call(this, context, row, x, width);
+    this.tabulate();
+  }
+
+  // What the picture shows, for those who do not see it: its rows, and the longest spans in sight.
+  tabulate() {
+    if (!this.rowsTable.open) return;
+    const { start, end, lanes, flights } = this.data;
+    const table = (heads, rows) => h("table", { class: "narrow" }, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, rows));
+    const line = (name, cells) => h("tr", {}, h("th", { scope: "row" }, name), cells.map((cell) => h("td", {}, cell)));
+    const rows = lanes.map((lane) => line(titleOf({ lane }), [roleOf(lane), `${Math.round(100 * lane.busy)} % busy`]));
+    const flown = flights.map((flight) => line(flight.name, [MEANINGS[flight.name] ?? "", `at most ${number(flight.most)} at a time`]));
+    const spans = lanes.flatMap((lane) => lane.spans.filter(([from, to]) => to >= start && from <= end).map((span) => ({ lane, span }))).sort((a, b) => (b.span[1] - b.span[0]) - (a.span[1] - a.span[0]));
+    const longest = spans.slice(0, MAX_LISTED).map(({ lane, span: [from, to, name] }) => line(name, [titleOf({ lane }), seconds(to - from), `${number(from, 6)} s`]));
+    fill(this.rowsTable.lastElementChild, table(["row", "role", "use"], [...rows, ...flown]), h("p", { class: "note" }, `The ${number(longest.length)} longest of ${number(spans.length)} spans in sight.`), table(["span", "row", "length", "from"], longest));
   }
 
   layout() {
@@ -188,7 +216,7 @@ class Timeline {
       const left = Math.max(this.names, x(start));
       const size = Math.max(0.7, Math.min(width, x(end)) - left);
       const box = { left, top: top + depth * ROW, width: size, height: ROW - 2 };
-      context.fillStyle = WAITS.test(name) ? css("--wait") : colorOf(name);
+      context.fillStyle = WAITS.test(name) ? css("--wait") : colorOfWork(name);
       context.fillRect(box.left, box.top, box.width, box.height);
       if (WAITS.test(name)) hatch(context, box);
       if (size > 34) {
@@ -196,7 +224,7 @@ class Timeline {
         context.textAlign = "left";
         context.fillText(clipped(context, name, size - 8), left + 4, box.top + box.height / 2);
       }
-      this.boxes.push({ ...box, wait: WAITS.test(name) && { lane, start, end }, text: `${lane.process}: ${name}, ${seconds(end - start)}, from ${number(start, 6)} s to ${number(end, 6)} s${MEANINGS[name] ? `; ${MEANINGS[name]}` : ""}` });
+      this.boxes.push({ ...box, wait: WAITS.test(name) && { lane, start, end }, text: `${lane.process}${roleOf(lane) && ` (${roleOf(lane)})`}: ${name}, ${seconds(end - start)}, from ${number(start, 6)} s to ${number(end, 6)} s${MEANINGS[name] ? `; ${MEANINGS[name]}` : ""}` });
     }
   }
 
@@ -205,7 +233,7 @@ class Timeline {
     this.drawName(context, row, titleOf(row), `max ${number(flight.most)}`);
     const [start, end] = this.answered;
     const edge = (bin) => Math.max(this.names, Math.min(width, x(start + ((end - start) * bin) / flight.counts.length)));
-    context.fillStyle = colorOf(flight.name);
+    context.fillStyle = colorOfWork(flight.name);
     flight.counts.forEach((count, bin) => {
       const [left, size] = [edge(bin), edge(bin + 1) - edge(bin)];
       if (size <= 0) return; // out of sight
@@ -250,8 +278,8 @@ class Timeline {
   }
 
   drawTimes() {
-    const rows = this.data.times.map(({ process, name, seconds: total, own, count, share }) => h("tr", {}, h("td", {}, process.split(" (")[0]), h("td", { title: MEANINGS[name] }, name), h("td", { class: "number" }, `${number(own, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, number(count))));
-    const head = ["who", "what", "own time", isExport() ? "of the whole trace" : "of the window", "with spans inside", "times"].map((title, index) => h("th", { class: index > 1 ? "number" : "" }, title));
+    const rows = this.data.times.map(({ process, name, seconds: total, own, count, share }) => h("tr", {}, h("td", { title: roleOf({ process }) }, process.split(" (")[0]), h("td", { title: MEANINGS[name] }, name), h("td", { class: "number" }, `${number(own, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, number(count))));
+    const head = ["who", "what", "own time", isExport() ? "of the whole trace" : "of the window", "with spans inside", "times"].map((title, index) => h("th", { scope: "col", class: index > 1 ? "number" : "" }, title));
     fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
   }
 }
@@ -276,14 +304,12 @@ function busyIn({ spans }, from, to) {
   return { busy, most };
 }
 
-function titleOf({ lane, flight }) {
-  return flight ? flight.name : lane.process.split(" (")[0] + (lane.name && lane.name !== "the program" ? `, ${lane.name}` : "");
+function roleOf({ process }) {
+  return ROLES[process.split(" (")[0].replace(/-\d+$/, "")] ?? "";
 }
 
-function colorOf(name) {
-  let sum = 0;
-  for (const letter of name) sum = (31 * sum + letter.codePointAt(0)) % 9973;
-  return SERIES[sum % SERIES.length];
+function titleOf({ lane, flight }) {
+  return flight ? flight.name : lane.process.split(" (")[0] + (lane.name && lane.name !== "the program" ? `, ${lane.name}` : "");
 }
 
 function hatch(context, { left, top, width, height }) {

@@ -21,7 +21,7 @@ export function tokenView(recorded, by, choose) {
   if (!columns.length) return h("p", { class: "note" }, "This rollout's tokens have no values.");
   const name = columns.includes(by) ? by : columns[0];
   const size = sizeOf(sequences.flatMap((sequence) => sequence.values[name].filter((value, at) => isKnown(value) && isTrained(sequence, at))));
-  const told = h("p", { class: "told", role: "status" }, "Point at a token.");
+  const told = h("p", { class: "told", role: "status" }, "Point at a token, or go through them with the arrows.");
   const choice = select("colour by", columns.map((each) => [each, COLUMNS[each].title]), name, choose);
   const box = h("div", {}, h("div", { class: "toolbar small" }, choice, h("small", {}, COLUMNS[name].note)), legend(name, size, sequences), told);
   for (const sequence of sequences) box.append(sequences.length > 1 ? h("h3", {}, `sequence ${sequence.sequence}`) : "", strip(sequence, name, size, told));
@@ -45,7 +45,7 @@ function isTrained(sequence, at) {
 }
 
 function strip(sequence, name, size, told) {
-  const element = h("div", { class: "tokens", dir: "auto" }, longText(sequence.before));
+  const element = h("div", { class: "tokens", dir: "auto", tabindex: "0", role: "group", "aria-label": `tokens of sequence ${sequence.sequence}; the arrows go through them` }, longText(sequence.before));
   const add = (from, to) => {
     const part = document.createDocumentFragment();
     for (let at = from; at < Math.min(to, sequence.ids.length); at += 1) part.append(token(sequence, at, colorOf(name, sequence.values[name][at], size)));
@@ -53,9 +53,24 @@ function strip(sequence, name, size, told) {
     element.append(part);
   };
   add(0, AT_FIRST);
+  let current = null;
+  const tell = (at) => {
+    current?.classList.remove("current");
+    current = element.querySelector(`[data-at="${at}"]`);
+    current?.classList.add("current");
+    if (current) fill(told, describe(sequence, at));
+  };
   element.addEventListener("mouseover", (event) => {
     const at = event.target.dataset?.at;
-    if (at !== undefined) fill(told, describe(sequence, Number(at)));
+    if (at !== undefined) tell(Number(at));
+  });
+  element.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -20, ArrowDown: 20, Home: -Infinity }[event.key];
+    if (by === undefined || event.target !== element) return;
+    event.preventDefault();
+    event.stopPropagation(); // these keys do not leave the rollout here
+    tell(Math.max(0, Math.min(sequence.ids.length - 1, Number(current?.dataset.at ?? -1) + by)));
+    current?.scrollIntoView({ block: "nearest" });
   });
   return element;
 }
