@@ -85,6 +85,28 @@ def write_config(folder: Path, shape: Shape, learning_rate: float) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
 
+def write_chain(
+    folder: Path, shape: Shape, learning_rate: float = 1e-6, ended: int | None = None, error: str = ""
+) -> None:
+    """Write the chain of a run that learns nothing from equal rewards, and perhaps its end after a step."""
+    given = [
+        "actor.model_name",
+        "actor.lr",
+        "train_data.path",
+        "train_data.responses_per_prompt",
+        "trainer.total_steps",
+    ]
+    command = f"rlite grpo actor.model_name=Qwen/Qwen3-0.6B actor.lr={learning_rate} train_data.path=countdown.jsonl"
+    about = {"trainer": "grpo", "commit": "4f1d2c9a7b30-dirty", "versions": {"rlite": "0.1.0"}, "at": BEGAN}
+    command += f" train_data.responses_per_prompt={shape.samples} trainer.total_steps={shape.steps}"
+    links: list[dict[str, Any]] = [{"kind": "start", "step": 0, "set": given, "command": command, **about}]
+    links[0]["total_steps"] = shape.steps
+    if ended is not None:
+        links.append({"kind": "end", "step": ended, **({"error": error} if error else {})})
+    (folder / "chain.jsonl").write_text("".join(json.dumps(link) + "\n" for link in links))
+    (folder / "learning.json").write_text(json.dumps({"equal_rewards": {"can_teach": False}}))
+
+
 def metrics_of(step: int, shape: Shape) -> dict[str, float]:
     rng = random.Random(1000 * shape.seed + step)
     progress = step / shape.steps

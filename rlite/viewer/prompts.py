@@ -25,7 +25,7 @@ MAX_PROMPTS = 5000
 MAX_BEGINNING = 4096
 """characters of a prompt that are kept"""
 MAX_SEARCHED = 256_000_000
-"""bytes of texts that a search reads, about: it keeps all other questions of the pages waiting"""
+"""bytes of texts, about, that a search reads, and that are read to find prompts: other questions of the pages wait"""
 SPECIAL = re.compile(r"<\|[^|>]{1,40}\|>")
 
 
@@ -108,14 +108,14 @@ def read_prompts(run: ViewedRun, wanted: Set[tuple[str, str]]) -> bool:
     Returns:
         True if steps are left that may have more of them.
     """
-    left = MAX_READ
+    end = min(run.prompt_bytes + MAX_READ, MAX_SEARCHED)
     for source in run.record.sources:
         while steps := _steps_to_read(run, source, wanted):
-            if left <= 0 or len(run.prompts) > MAX_PROMPTS:
-                return left <= 0
+            if run.prompt_bytes >= end or len(run.prompts) > MAX_PROMPTS:
+                return end < MAX_SEARCHED and len(run.prompts) <= MAX_PROMPTS
             items_of = _items_of_groups(of_steps(run.record.table(source), steps))
             for table in run.record.segments(source, steps):
-                left -= table.nbytes
+                run.prompt_bytes += table.nbytes
                 _keep_prompts(run, source, table, items_of)
             run.prompts_read |= {(source, step) for step in steps}
     return False

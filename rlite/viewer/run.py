@@ -125,6 +125,8 @@ class ViewedRun:
         """beginning of prompts that were read, by set and item"""
         self.prompts_read: set[tuple[str, int]] = set()
         """sources and steps whose prompts were read"""
+        self.prompt_bytes = 0
+        """bytes of texts, about, that were read for them"""
         self.results, self._results_problem = Results(), ""
         self.config: dict[str, Any] = {}
         self._config_problem = self._refresh_problem = ""

@@ -76,6 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     metrics = {"step": 1, f"reward/{SCRIPT}": 1.0, "lone \ud800 surrogate": 2.0, "reward": "nan"}
     (made / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     (made / "config.yaml").write_text(yaml.safe_dump({SCRIPT: SCRIPT}))
+    link = {"kind": "start", "trainer": SCRIPT, "command": SCRIPT, "commit": SCRIPT, "set": [SCRIPT], "at": 1e300}
+    (made / "chain.jsonl").write_text(f"{json.dumps(link)}\n{json.dumps({'kind': 'end', 'error': SCRIPT})}\n")
     span = {"ph": "X", "name": SCRIPT, "pid": 1, "tid": 1, "ts": 0, "dur": 5e6}
     (made / "trace.json").write_text(f"[\n{json.dumps(span)},\n")
     return made

@@ -60,7 +60,7 @@ def test_typing_asks_the_server_once_and_filters_the_list_at_once(chromium: Brow
 def test_a_page_says_when_older_texts_were_not_searched(
     chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlite.viewer.answers.MAX_SEARCHED", 1)
+    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
     folder = write_run(tmp_path / "run", SHAPE)
     with serving([str(folder)]) as url:
         page = chromium.page()

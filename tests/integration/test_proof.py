@@ -305,6 +305,11 @@ def test_an_untouched_run_that_was_resumed_passes(grpo: Path) -> None:
     assert chain is not None
     kinds = [json.loads(line)["kind"] for line in (grpo / "chain.jsonl").read_text().splitlines()]
     assert kinds == ["start", "save", "end", "resume", "save", "end"]
+    begin = chain.begins[-1]
+    assert (begin["total_steps"], begin["trainer"]) == (6, "grpo")
+    assert {"trainer.save_freq", "trainer.keep"} <= {*begin["set"]}
+    assert not {"actor.clip", "adv.estimator"} & {*begin["set"]}
+    assert begin["command"]
 
 
 def edit(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:

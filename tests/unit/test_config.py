@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AllowInfNan
 
-from rlite.config import Options, describe, inherit, load, quick_checks, save, to_container
+from rlite.config import Options, describe, inherit, load, quick_checks, save, set_keys, to_container
 from rlite.errors import ConfigError, UnknownOptionError
 from rlite.key_value import named
 
@@ -550,3 +550,21 @@ class WithGroup(Options):
 def test_a_required_group_whose_keys_have_values_is_named() -> None:
     with pytest.raises(ConfigError, match=r"required and not set: limits"):
         load(WithGroup, [])
+
+
+def test_the_keys_that_are_not_at_their_defaults_are_told() -> None:
+    class Inner(Options):
+        rank: int = 8
+        names: dict[str, int] = {}
+
+    class Outer(Options):
+        path: str
+        inner: Inner | None = None
+        size: int = 3
+
+    assert set_keys(Outer(path="a")) == ["path"]
+    assert set_keys(Outer(path="a", size=3, inner=Inner(rank=4, names={"a": 1}))) == [
+        "path",
+        "inner.rank",
+        "inner.names.a",
+    ]

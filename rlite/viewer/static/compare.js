@@ -153,7 +153,7 @@ function isLike({ item, prompt }, text) {
 function itemLink({ set, item, prompt, steps, runs, number: count, first, last }, chosen, find, app) {
   const facts = [item, setName(set), steps > 1 && counted(steps, "step"), counted(count, "rollout"), runs > 1 && `${runs} runs`];
   return h("a", { href: app.link("compare", { set, item, find }), "aria-current": item === chosen.item && set === chosen.set ? "true" : null },
-    h("span", { dir: "auto" }, prompt || h("i", {}, "its text is not recorded")), changed(first, last), h("small", {}, facts.filter(Boolean).join(" · ")));
+    h("span", { dir: "auto" }, prompt || h("i", {}, "its text is not recorded, or was not read")), changed(first, last), h("small", {}, facts.filter(Boolean).join(" · ")));
 }
 
 // The mean reward at first and at last.
@@ -224,7 +224,7 @@ async function drawPrompts(box, chosen, attempts) {
   for (const other of [attempts[0], ...attempts.slice(-3).reverse()]) if (!texts.length) texts.push(...[await promptOf(other)].filter(Boolean));
   const distinct = [...new Set(texts)];
   fill(box, distinct.length > 1 && h("p", { class: "note" }, "These two rollouts answer different prompts of the same id."),
-    distinct.map((text) => h("div", { class: "prompt text", dir: "auto" }, longText(text, 4000))));
+    distinct.map((text) => h("div", { class: "prompt text", dir: "auto", tabindex: "0", role: "region", "aria-label": "prompt" }, longText(text, 4000))));
 }
 
 async function promptOf({ run, source, step, group, sample }) {

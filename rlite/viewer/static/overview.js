@@ -4,7 +4,7 @@ import { ask, series } from "viewer/api";
 import { lineChart, renewCharts, stackChart } from "viewer/charts";
 import { evaluationCards } from "viewer/evaluation";
 import { colorOfMetric, colorOfRun, colorOfWork, DASHES, STATUS } from "viewer/colors";
-import { arrange, card, compact, empty, fill, groupedBy, h, number, seconds, select, svg, update, words } from "viewer/dom";
+import { arrange, card, compact, discard, empty, fill, groupedBy, h, number, seconds, select, svg, update, words } from "viewer/dom";
 import { masthead } from "viewer/masthead";
 
 // title, metrics, note; the charts that have no data are left out
@@ -75,8 +75,8 @@ class Overview {
     const { chart } = document.activeElement?.closest("[data-chart]")?.dataset ?? {};
     if ("more" in changes) await this.draw();
     else this.drawParts();
-    const again = chart && !document.activeElement?.closest("[data-chart]") && this.body.querySelector(`[data-chart="${CSS.escape(chart)}"] summary`);
-    (again || null)?.focus();
+    if (!chart || document.activeElement !== document.body) return;
+    (this.body.querySelector(`[data-chart="${CSS.escape(chart)}"] summary`) ?? this.hidden.lastElementChild)?.focus();
   }
 
   // Draws what is new. Charts and the list of metrics stay, with what the reader chose in them.
@@ -108,7 +108,9 @@ class Overview {
   arranged(charts) {
     const [order, hidden] = [listed(this.parameters.order), listed(this.parameters.hidden)];
     const place = ({ dataset }) => (order.indexOf(slug(dataset.chart)) + 1 || order.length + 1);
-    return charts.filter(({ dataset }) => !hidden.includes(slug(dataset.chart))).sort((a, b) => place(a) - place(b));
+    const isHidden = ({ dataset }) => hidden.includes(slug(dataset.chart));
+    charts.filter(isHidden).forEach(discard);
+    return charts.filter((chart) => !isHidden(chart)).sort((a, b) => place(a) - place(b));
   }
 
   // The choices for all charts. They are drawn once, and only what they list is drawn anew.
@@ -133,7 +135,8 @@ class Overview {
       return this.set({ [name]: (before.includes(slug(title)) ? before.filter((other) => other !== slug(title)) : [...before, slug(title)]).join(",") });
     };
     const act = (text, click) => h("button", { type: "button", class: "quiet", on: { click } }, text);
-    return h("details", { class: "menu" }, h("summary", { "aria-label": `choices for ${title}`, title: "logarithmic axis, order, hide" }, "⋯"),
+    const close = ({ currentTarget, relatedTarget }) => { if (!currentTarget.contains(relatedTarget)) currentTarget.open = false; };
+    return h("details", { class: "menu", on: { focusout: close } }, h("summary", { "aria-label": `choices for ${title}`, title: "logarithmic axis, order, hide" }, "⋯"),
       h("div", {}, hasLog && act("logarithmic or linear", () => toggle("log")), act("move to the front", () => this.move(title, -Infinity)), act("move back by one", () => this.move(title, 1)), act("move forward by one", () => this.move(title, -1)), act("hide", () => toggle("hidden"))));
   }
 

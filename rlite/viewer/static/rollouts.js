@@ -8,6 +8,7 @@ import { News, placeBar, placeOf, statusChip } from "viewer/place";
 const BINS = 20;
 const SHOWN_ROWS = 100;
 const SHOWN_TEXTS = 96; // rollouts whose texts are listed at first
+const TARGET = /target|answer|solution|label|truth|expected/i; // columns that are read before the others
 const MAX_DATA = 4; // columns of the data beside a prompt
 const SHOWN_CELLS = 2000;
 const MAX_IN_LINE = 16; // cells beside each other
@@ -198,7 +199,8 @@ class View {
 
   story(group, rows, chosen) {
     const { prompt, data = [] } = this.texts?.groups.get(group) ?? {};
-    const shown = data.slice(0, MAX_DATA).map(([name, value]) => h("span", {}, h("small", {}, name), " ", h("span", { dir: "auto" }, value)));
+    const others = data.filter(([name]) => name !== "prompt" && name !== "messages").sort(([a], [b]) => TARGET.test(b) - TARGET.test(a)); // the target first
+    const shown = others.slice(0, MAX_DATA).map(([name, value]) => h("span", {}, h("small", {}, name), " ", h("span", { dir: "auto" }, value)));
     const rewards = rows.map((row) => row.reward).filter((reward) => typeof reward === "number");
     const answers = chosen.map((row) => h("li", {},
       h("a", { href: this.sampleLink(row), "aria-label": `group ${group} sample ${row.sample}, reward ${number(row.reward)}` },
@@ -216,7 +218,7 @@ class View {
   mark(rewards) {
     if (this.source !== "train" || rewards.length < 2 || new Set(rewards).size > 1) return null;
     const teaches = this.about.equal_rewards_teach;
-    return h("span", { class: `mark${teaches ? "" : " warning"}`, title: teaches ? "This run learns from such groups, too." : "All rewards are equal, so that no answer is better than another: this run learns nothing from the group." }, teaches ? "equal rewards" : "no signal: equal rewards");
+    return h("span", { class: `mark${teaches ? "" : " warning"}`, title: teaches ? "All rewards are equal. The run does not say that it learns nothing from such groups." : "All rewards are equal, so that no answer is better than another: this run learns nothing from the group." }, teaches ? "equal rewards" : "no signal: equal rewards");
   }
 
   drawGrid(chosen) {

@@ -13,19 +13,11 @@ import pytest
 from rlite.errors import DataError
 from rlite.services.record.files import ROWS
 from rlite.services.record.writer import write_table
-from rlite.viewer.answers import (
-    MAX_HITS,
-    MAX_ITEMS,
-    PAGE,
-    QUESTIONS,
-    Query,
-    UnknownPlace,
-    answer,
-    means_by_step,
-    shortened,
-)
+from rlite.viewer.answers import MAX_HITS, PAGE, QUESTIONS, Query, UnknownPlace, answer
 from rlite.viewer.export import export
+from rlite.viewer.prompts import MAX_ITEMS, ending, shortened
 from rlite.viewer.run import ViewedRun, open_runs
+from rlite.viewer.tables import means_by_step
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +129,60 @@ def test_models_that_answered_the_same_questions_share_their_prompts(tmp_path: P
     assert [each["source"] for each in ask(runs, "item", set="questions x", item="0")] == ["eval.a", "eval.b"]
 
 
+def test_prompts_whose_rewards_changed_most_come_first_each_with_its_text(tmp_path: Path) -> None:
+    rewards = {1: {"a": 0.5, "b": 0.1, "c": 0.9}, 2: {"b": 0.2}, 20: {"a": 0.6, "b": 0.9}}
+    for step, own in rewards.items():
+        text = [{"role": "prompt", "text": f"Question {step}"}]
+        rows = [{"group": n, "item": name, "reward": own[name], "segments": text} for n, name in enumerate(own)]
+        rows_file(tmp_path, "train", step, rows)
+    found = ask(open_runs([str(tmp_path)]), "items")
+    items = found["items"]
+    assert list(zip(items["item"], items["first"], items["last"], strict=True)) == [
+        ("b", 0.1, 0.9),
+        ("a", 0.5, 0.6),
+        ("c", None, 0.9),
+    ]
+    assert items["prompt"] == ["Question 20", "Question 20", "Question 1"]
+    assert not found["is_partial"]
+
+
+def test_prompts_are_read_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 21):
+        segments = [{"role": "prompt", "text": f"Count to {step}."}]
+        rows_file(tmp_path, "train", step, [{"group": step, "item": f"m{step}", "segments": segments}])
+    runs = open_runs([str(tmp_path)])
+    monkeypatch.setattr("rlite.viewer.prompts.MAX_READ", 1)
+    answers = [ask(runs, "items") for _ in range(3)]
+    assert [each["is_partial"] for each in answers] == [True, True, False]
+    assert [sum(text is None for text in each["items"]["prompt"]) for each in answers] == [12, 4, 0]
+
+
+def test_the_texts_of_a_step_are_short(tmp_path: Path) -> None:
+    segments = [
+        {"role": "prompt", "text": "Add 2 and 2."},
+        {"role": "model", "text": "so " * 500 + "it is 4<|im_end|>"},
+    ]
+    rows = [{"sample": n, "segments": own, "data": {"target": "4"}} for n, own in enumerate([segments, None])]
+    rows_file(tmp_path, "train", 1, rows)
+    found = ask(open_runs([str(tmp_path)]), "texts", source="train", step=1)
+    assert found["groups"] == [{"group": 0, "prompt": "Add 2 and 2.", "data": [["target", "4"]]}]
+    [own] = found["answers"]
+    assert own["end"].startswith("… ")
+    assert own["end"].endswith("so it is 4")
+    assert len(own["end"]) < 200
+    assert ending("short") == "short"
+
+
+def test_the_ledger_tells_tokens_and_seconds_by_reason(tmp_path: Path) -> None:
+    spent = {"seconds_queue": 9.0, "seconds_generate": 2.0, "seconds_reward": 0.5, "response_tokens": 10}
+    rows = [{"sample": n, "status": status, **spent} for n, status in enumerate(["failed", "failed", "trained"])]
+    rows_file(tmp_path, "train", 1, rows)
+    ledger = ask(open_runs([str(tmp_path)]), "ledger", source="train")
+    [kind] = ledger["kinds"]
+    assert (kind["response_tokens_sum"], kind["seconds_sum"]) == (20, 5.0)
+    assert ledger["sums"] == {"tokens": 30, "seconds": 7.5}
+
+
 def test_prompts_are_in_natural_order(tmp_path: Path) -> None:
     rows_file(tmp_path, "train", 1, [{"group": n, "item": f"m{n}"} for n in (10, 9, 1, 2)])
     assert ask(open_runs([str(tmp_path)]), "items")["items"]["item"] == ["m1", "m2", "m9", "m10"]
@@ -171,7 +217,7 @@ def test_a_search_reads_the_newest_texts_and_says_when_it_leaves_out_older_ones(
     runs = open_runs([str(tmp_path)])
     found = ask(runs, "items", text="count to")
     assert (found["number"], found["is_cut"]) == (20, False)
-    monkeypatch.setattr("rlite.viewer.answers.MAX_SEARCHED", 1)
+    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
     found = ask(runs, "items", text="count to")
     assert (found["items"]["item"], found["is_cut"]) == (["m20"], True)
 
@@ -185,7 +231,7 @@ def test_a_search_leaves_out_older_parts_of_a_merged_file(tmp_path: Path, monkey
     (tmp_path / "record").mkdir()
     merged = tmp_path / "record" / "train-00000001_00000100.rows.parquet"
     pq.write_table(pa.Table.from_pylist(given, schema=ROWS), merged, row_group_size=1)
-    monkeypatch.setattr("rlite.viewer.answers.MAX_SEARCHED", 1)
+    monkeypatch.setattr("rlite.viewer.prompts.MAX_SEARCHED", 1)
     found = ask(open_runs([str(tmp_path)]), "items", text="count")
     assert (found["items"]["item"], found["is_cut"]) == (["m3"], True)
 

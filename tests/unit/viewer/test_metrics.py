@@ -84,3 +84,19 @@ def test_seconds_of_phases_are_means_of_whole_strides(tmp_path: Path) -> None:
     assert found["steps"] == list(range(4, 4 * MAX_POINTS + 1, 4))
     assert found["seconds"]["update"] == [2.0] * MAX_POINTS
     assert sum(found["seconds"]["evaluate"]) * 4 == 8.0 * len(rows[49::50])
+
+
+def test_the_clock_tells_seconds_and_tokens_up_to_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 0, "seconds_evaluate": 5.0}, {"step": 1, "seconds": 2.0, "tokens_per_second": 10.0}]
+    lines += [{"step": 2, "seconds": 3.0, "seconds_evaluate": 1.0, "tokens_per_second": 100.0}, {"step": 3}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log = MetricsLog(path)
+    assert log.clock() == {"steps": [], "seconds": [], "tokens": [], "pace": None}
+    log.refresh()
+    assert log.clock() == {
+        "steps": [0, 1, 2],
+        "seconds": [5.0, 7.0, 11.0],
+        "tokens": [0.0, 20.0, 320.0],
+        "pace": 11 / 3,
+    }
