@@ -14,8 +14,8 @@ from rlite.viewer.run import ViewedRun
 from rlite.viewer.tables import columns, of_steps, segments_with
 
 MAX_ITEMS = 500
-MAX_PROMPT = 160
-"""characters of a prompt in the list"""
+MAX_PROMPT, MAX_ENDING = 160, 120
+"""characters of a prompt, and of the end of an answer, in a list"""
 STEPS_AT_ONCE = 8
 """steps of a source whose texts are read together to find prompts"""
 MAX_READ = 64_000_000
@@ -215,6 +215,6 @@ def _of_source(run: ViewedRun, source: str) -> pa.Table:
 
 def ending(text: str) -> str:
     """Return the end of an answer in one short line."""
-    line = " ".join(SPECIAL.sub(" ", text[-4 * MAX_PROMPT :]).split())
-    is_whole = len(text) <= 4 * MAX_PROMPT and len(line) <= MAX_PROMPT
-    return line if is_whole else f"… {line[-MAX_PROMPT:]}"
+    line = " ".join(SPECIAL.sub(" ", text[-4 * MAX_ENDING :]).split())
+    is_whole = len(text) <= 4 * MAX_ENDING and len(line) <= MAX_ENDING
+    return line if is_whole else f"… {line[-MAX_ENDING:]}"

@@ -1,4 +1,4 @@
-"""The pages as readers use them: what a run is, texts, charts as they choose them, keyboard, screen reader and phone."""
+"""The pages as readers use them: what a run is, texts, charts that they arrange, keyboard, screen reader and phone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ CHECK = """async () => {
   for (const each of document.querySelectorAll("details")) each.open = true;
   await new Promise((done) => setTimeout(done, 100));
   const found = await axe.run(document, { resultTypes: ["violations"] });
-  const told = ({ id, impact, nodes }) => `${impact} ${id}: ${nodes.slice(0, 3).map((node) => `${node.html.slice(0, 200)} ${node.any[0]?.message ?? ""}`).join(" | ")}`;
+  const place = (node) => `${node.html.slice(0, 200)} ${node.any[0]?.message ?? ""}`;
+  const told = ({ id, impact, nodes }) => `${impact} ${id}: ${nodes.slice(0, 3).map(place).join(" | ")}`;
   return found.violations.filter(({ impact }) => ["serious", "critical"].includes(impact)).map(told);
 }"""
 
@@ -99,6 +100,7 @@ def test_the_overview_says_what_the_run_is_and_keeps_what_a_reader_chooses(chrom
     page.get_by_role("button", name="show Drift").click()
     page.wait_for_selector('[data-chart="Drift"] canvas')
     page.locator('[data-chart="Entropy"] .values summary').press("Enter")
+    page.wait_for_selector('[data-chart="Entropy"] .values tbody tr')
     assert page.locator('[data-chart="Entropy"] .values tbody tr').count() == 12
     page.context.close()
 

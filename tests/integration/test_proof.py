@@ -24,7 +24,7 @@ from rlite.assembly.proof import bundle as bundles
 from rlite.assembly.proof import replay as replaying
 from rlite.assembly.proof.bundle import unpack
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
-from rlite.assembly.proof.privacy import is_shown, public
+from rlite.assembly.proof.privacy import is_shown, public, public_command
 from rlite.assembly.proof.report import REPLAYED, Report
 from rlite.assembly.proof.trainers import literal
 from rlite.errors import CheckpointError, ConfigError, DataError
@@ -635,3 +635,11 @@ def test_an_audit_runs_the_named_file_and_nothing_else_of_the_run(
     findings = auditing.audit(AuditConfig(run=str(run), code=str(grpo.parent / "score.py"), replay="none"))
     assert any(re.search(f"rewards are not computed again: .*{told}", note) for note in findings.notes), findings.notes
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_command_of_a_chain_has_no_secrets() -> None:
+    token = "hf_" + "a1" * 12
+    given = ["/opt/bin/rlite", "grpo", "actor.lr=1e-6", "reward.judge.api_key=abc", f"train_data.path={token}", "a b"]
+    expected = "rlite grpo actor.lr=1e-6 'reward.judge.api_key=(removed)' '(removed)' 'a b'"
+    assert public_command(given) == expected
+    assert public_command(["examples/train.py", "--steps=3"]) == "train.py --steps=3"

@@ -51,13 +51,13 @@ def public(tree: Any, has_prompts: bool, key: str = "") -> Any:
 
 def public_command(arguments: Sequence[str]) -> str:
     """Return a command line without secrets, by the keys and the form of its arguments."""
-    program, *rest = [Path(arguments[0]).name, *arguments[1:]]
-    shown = []
+    program, *rest = arguments or ("",)
+    shown = ["rlite" if Path(program).name in ("rlite", "cli.py") else Path(program).name]
     for argument in rest:
         key, sign, _ = argument.partition("=")
         is_secret = bool(sign) and SECRET.search(key.split(".")[-1]) is not None
         shown.append(f"{key}={REMOVED}" if is_secret else _without_credentials(argument))
-    return shlex.join(["rlite" if program in ("rlite", "cli.py") else program, *shown])
+    return shlex.join(shown)
 
 
 def is_shown(key: str, source: str, value: Any) -> bool:

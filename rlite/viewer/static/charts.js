@@ -32,7 +32,7 @@ export function lineChart(title, lines, { note = "", unit = "", axis = "step", s
     width: 1.75,
     dash: line.dash,
     spanGaps: true,
-    points: { show: () => content.lines[index].steps.length <= WHISKERS, size: 5, fill: line.color ?? colorOfRun(index) },
+    points: { show: () => !smooth && content.lines[index].steps.length <= WHISKERS, size: 5, fill: line.color ?? colorOfRun(index) },
     value: (plot, value, own, at) => {
       const place = at ?? lastKnown(plot.data[own]);
       return told(plot.data[own][place], content.errors[own - 1]?.[place], unit);

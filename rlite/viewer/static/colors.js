@@ -84,7 +84,7 @@ export function intensity(value, size) {
 }
 
 export function category(index) {
-  const color = RUNS[((index % RUNS.length) + RUNS.length) % RUNS.length];
+  const color = METRICS[((index % METRICS.length) + METRICS.length) % METRICS.length];
   return `color-mix(in srgb, ${color} 34%, transparent)`;
 }
 

@@ -13,12 +13,13 @@ import * as timeline from "viewer/timeline";
 
 // The pages, in the order of their keys. A page is a line here and a module NAME.js in this folder with
 //
-//   render(parameters, app, signal) -> { body, keys, renew, hearTrace, shown }
+//   render(parameters, app, signal) -> { body, keys, renew, hearTrace, tick, shown }
 //
 // `parameters` are those of the address `#/NAME?...`, `app` is below, and `signal` aborts when the reader leaves. Of the
 // answer only `body`, an element, is needed: `keys` are functions by key, `renew` is called when a run has changed,
-// `hearTrace` when a trace has, and `shown` when the page is in the document. What it asks of the server by `ask(NAME)`
-// is a function of `_ANSWERS` in answers.py. A page with `isShown(runs)` is in the navigation only if that is true.
+// `hearTrace` when a trace has, `tick` every few seconds, and `shown` when the page is in the document. What a page asks
+// of the server by `ask(NAME)` is a function of `_ANSWERS` in answers.py. A page with `isShown(runs)` is in the navigation
+// only if that is true.
 const PAGES = {
   overview: { title: "Overview", render: overview.render },
   rollouts: { title: "Rollouts", render: rollouts.render },
@@ -64,7 +65,7 @@ const app = {
   },
   again: () => show(), // draws the page anew
 };
-let current = { page: "", keys: {}, renew: null, hearTrace: null };
+let current = { page: "", keys: {}, renew: null, hearTrace: null, tick: null };
 let numTraces = 0; // news of traces
 let turn = 0;
 let stay = new AbortController(); // it ends when the reader goes to another place
@@ -95,14 +96,14 @@ async function show() {
       return;
     }
     fill(main, made.body);
-    current = { page, keys: made.keys ?? {}, renew: made.renew ?? null, hearTrace: made.hearTrace ?? null };
+    current = { page, keys: made.keys ?? {}, renew: made.renew ?? null, hearTrace: made.hearTrace ?? null, tick: made.tick ?? null };
     made.shown?.();
     if (runs !== app.runs) current.renew?.(); // there was news meanwhile
     if (traces !== numTraces) current.hearTrace?.();
   } catch (error) {
     if (mine !== turn) return;
     fill(main, empty("This cannot be shown", error.message));
-    current = { page, keys: {}, renew: show, hearTrace: null };
+    current = { page, keys: {}, renew: show, hearTrace: null, tick: null };
   }
   main.removeAttribute("aria-busy");
   main.dataset.shown = location.hash;
@@ -225,7 +226,10 @@ async function begin() {
     show();
   });
   await show();
-  setInterval(showRuns, LOOK_EVERY_MS);
+  setInterval(() => {
+    showRuns();
+    current.tick?.();
+  }, LOOK_EVERY_MS);
   api.follow({ act: () => hearNews().catch(() => {}), actOnTrace: () => hearTrace().catch(() => {}), tell: tellConnection });
 }
 

@@ -43,7 +43,7 @@ const FAMILIES = { grpo: "ppo" }; // presets whose curves mean the same
 export async function render(parameters, app) {
   const view = new Overview(parameters, app);
   await view.draw();
-  return { body: view.body, renew: () => view.draw().catch(() => {}) };
+  return { body: view.body, renew: () => view.draw().catch(() => {}), tick: () => view.drawHeads() };
 }
 
 const listed = (text) => (text ?? "").split(",").filter(Boolean);
@@ -84,7 +84,7 @@ class Overview {
     const { parts, app, all } = this;
     const [evaluated, trained] = [all.filter((each) => each.results), all.filter((each) => !each.results)];
     update(parts.problems, all.map((each) => problems(each.run)));
-    update(parts.heads, all.map((each) => masthead(each.run, { ...each, several: all.length > 1 })));
+    this.drawHeads();
     const results = JSON.stringify(evaluated.map(({ run, results, statuses }) => [run.name, results, statuses]));
     if (results !== parts.known) fill(parts.results, evaluated.map((each) => evaluationCards(each, app)));
     parts.known = results;
@@ -102,6 +102,11 @@ class Overview {
     else fill(parts.tools);
     update(parts.empty, withoutCurves(trained, steps, curves));
     arrange(parts.metrics, steps.length > 0 && this.metrics.renew() ? [this.metrics.card] : []);
+  }
+
+  // Whether a run is under way depends on the clock, too.
+  drawHeads() {
+    update(this.parts.heads, this.all.map((each) => masthead(each.run, { ...each, several: this.all.length > 1 })));
   }
 
   // Charts of a part in the reader's order, without those that are hidden.

@@ -7,7 +7,7 @@ import { News, placeBar, placeOf, statusChip } from "viewer/place";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
-const SHOWN_TEXTS = 96; // rollouts whose texts are listed at first
+const SHOWN_TEXTS = 64; // rollouts whose texts are listed at first
 const TARGET = /target|answer|solution|label|truth|expected/i; // columns that are read before the others
 const MAX_DATA = 4; // columns of the data beside a prompt
 const SHOWN_CELLS = 2000;

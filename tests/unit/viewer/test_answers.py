@@ -125,7 +125,7 @@ def test_models_that_answered_the_same_questions_share_their_prompts(tmp_path: P
     settings = {name: {"questions": {"content": content}} for name, content in (("a", "x"), ("b", "x"), ("c", "y"))}
     (tmp_path / "results.json").write_text(json.dumps({"models": {}, "comparison": None, "settings": settings}))
     runs = open_runs([str(tmp_path)])
-    assert sorted(ask(runs, "items")["items"]["step_count"]) == [1, 2]
+    assert sorted(ask(runs, "items")["items"]["count"]) == [1, 2]
     assert [each["source"] for each in ask(runs, "item", set="questions x", item="0")] == ["eval.a", "eval.b"]
 
 
