@@ -1,4 +1,4 @@
-"""What the chain of a run says about the run itself: its command, its code, its length, and how it ended."""
+"""Facts of a run from its chain: its command, its code, its length, and how it ended."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Engine:
     def __init__(self, backend: Backend, executor: str) -> None:
         self._backend, self.executor_name, self.name = backend, executor, ""
         self.role = ""
-        """what the engine is for, as traces and messages name its workers; "": its kind"""
+        """purpose of the engine, by which traces and messages name its workers; "": its kind"""
         self.copies: list[WorkerSet] = []
         self._group: WorkerGroup | None = None
         self._session: Session | None = None

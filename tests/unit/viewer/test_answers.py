@@ -132,8 +132,11 @@ def test_models_that_answered_the_same_questions_share_their_prompts(tmp_path: P
 def test_prompts_whose_rewards_changed_most_come_first_each_with_its_text(tmp_path: Path) -> None:
     rewards = {1: {"a": 0.5, "b": 0.1, "c": 0.9}, 2: {"b": 0.2}, 20: {"a": 0.6, "b": 0.9}}
     for step, own in rewards.items():
-        text = [{"role": "prompt", "text": f"Question {step}"}]
-        rows = [{"group": n, "item": name, "reward": own[name], "segments": text} for n, name in enumerate(own)]
+        texts = [[{"role": "prompt", "text": f"Question {name}"}] for name in own]
+        rows = [
+            {"group": n, "item": name, "reward": own[name], "segments": text}
+            for n, (name, text) in enumerate(zip(own, texts, strict=True))
+        ]
         rows_file(tmp_path, "train", step, rows)
     found = ask(open_runs([str(tmp_path)]), "items")
     items = found["items"]
@@ -142,7 +145,7 @@ def test_prompts_whose_rewards_changed_most_come_first_each_with_its_text(tmp_pa
         ("a", 0.5, 0.6),
         ("c", None, 0.9),
     ]
-    assert items["prompt"] == ["Question 20", "Question 20", "Question 1"]
+    assert items["prompt"] == ["Question b", "Question a", "Question c"]
     assert not found["is_partial"]
 
 
@@ -342,7 +345,7 @@ def test_nonfinite_values_serialise(tmp_path: Path) -> None:
         "actor.all": ["nan", {"2026-01-02": 1}],
     }
     assert ask(runs, "ledger", source="train")["kinds"][0]["reward_mean"] is None
-    assert ask(runs, "items")["items"]["reward_mean"] == [None]
+    assert ask(runs, "items")["items"]["last"] == [None]
     assert ask(runs, "sample", source="train", step=1, group=0, sample=0)["row"]["events"][0]["end"] is None
     export(runs, tmp_path / "out.html", [], 1)
 
