@@ -1,6 +1,6 @@
 """The chain of hashes of a run: `chain.jsonl`, one link for each start, save and end.
 
-    {"kind": "start", "step": 0, "command": "...", "options": {...}, "config": SHA, "code": {...}, "versions": {...}, "previous": "", ...}
+    {"kind": "start", "step": 0, "options": {...}, "config": SHA, "code": {...}, "versions": {...}, "previous": "", ...}
     {"kind": "save", "step": 20, "metrics": {"bytes": 8123, "sha256": SHA}, "record": {FILE: SHA}, "checkpoints": {...}}
     {"kind": "resume", "step": 20, "from": "state/step-20", ..., "previous": SHA of the line before}
     {"kind": "end", ...}
