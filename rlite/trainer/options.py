@@ -223,6 +223,12 @@ class RunOptions(Options):
     """name for wandb and trackio"""
     experiment_name: str = "run"
     """name for wandb and trackio"""
+    entity: str | None = None
+    """user or team of wandb; default: the account's own"""
+    group: str | None = None
+    """group of runs in wandb and trackio, such as the seeds of one setting"""
+    tags: list[str] = []
+    """tags of the run in wandb"""
     seed: Seed = 42
     """order of the data, and random numbers"""
     console: Literal["auto", "all"] | list[str] = "auto"
@@ -235,7 +241,7 @@ class RunOptions(Options):
     """first and last step of the trace; by default all"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for an unknown callback or sink, and for steps to trace that are no range."""
+        """Yield a message for unknown callbacks and sinks, labels without a sink, and steps to trace that are no range."""
         yield from (f"callbacks: {CALLBACKS.unknown(name)}" for name in self.callbacks if name not in CALLBACKS)
         for name in self.all_sinks:
             key = "sinks" if name in self.sinks else "use_wandb"
@@ -243,6 +249,10 @@ class RunOptions(Options):
                 yield f"{key}: unknown metric sink {name!r}; {did_you_mean(name, SINKS)}"
             elif name != "jsonl" and importlib.util.find_spec(name) is None:
                 yield f"{key}: {missing_sink(name)}"
+        labels = {"entity": (self.entity, ["wandb"]), "tags": (self.tags, ["wandb"])}
+        for key, (value, takers) in (labels | {"group": (self.group, ["wandb", "trackio"])}).items():
+            if value and not {*takers} & {*self.all_sinks}:
+                yield f"{key}={value}: no metric sink shows it; add {' or '.join(takers)} to sinks, or leave it out"
         steps = self.trace_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             yield f"trace_steps={steps}: expected two numbers, of the first and of the last step"

@@ -36,6 +36,9 @@ class SinkLog(Observer):
             directory=run.folder,
             project=options.project,
             name=options.experiment_name,
+            entity=options.entity,
+            group=options.group,
+            tags=options.tags,
             config=config.to_container(run.config),
             resume_after=run.step or -1,  # what stands at step 0 is of another run
         )

@@ -38,6 +38,10 @@ class Run:
     """files are written under it"""
     project: str = "rlite"
     name: str = "run"
+    entity: str | None = None
+    """user or team of wandb"""
+    group: str | None = None
+    tags: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     """the resolved config, shown beside the metrics where the sink can"""
     resume_after: int | None = None
@@ -169,6 +173,9 @@ class WandbSink:
         self._run = wandb.init(
             project=run.project,
             name=run.name,
+            entity=run.entity,
+            group=run.group,
+            tags=list(run.tags),
             dir=str(run.directory),
             config=dict(run.config),
             id=run_id,
@@ -201,7 +208,8 @@ class TrackioSink:
         elif not is_resumed and _is_taken(run, trackio):
             name = f"{name}-{uuid.uuid4().hex[:6]}"
         resume = "allow" if is_resumed else "never"
-        self._run = trackio.init(project=run.project, name=name, config=dict(run.config), resume=resume, embed=False)
+        named = {"project": run.project, "name": name, "group": run.group}
+        self._run = trackio.init(**named, config=dict(run.config), resume=resume, embed=False)
         name_file.write_text(name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -32,7 +32,8 @@ MAY_DIFFER = {
             *("save_freq", "save_async", "keep", "test_freq", "best_metric", "best_is_highest"),
             *("stop_at", "evaluate", "evaluation_devices"),
             *("record", "record_limit"),
-            *("sinks", "use_wandb", "project", "experiment_name", "trace", "trace_steps"),
+            *("sinks", "use_wandb", "project", "experiment_name", "entity", "group", "tags"),
+            *("trace", "trace_steps"),
         )
     ),
     *(

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from rlite.errors import ConfigError, StorageError, UnknownOptionError
-from rlite.services.console.sinks import JsonlSink, MetricSinks, Run, drop_later_lines, open_sinks, read_metrics
+from rlite.services.console.sinks import (
+    JsonlSink,
+    MetricSinks,
+    Run,
+    WandbSink,
+    drop_later_lines,
+    open_sinks,
+    read_metrics,
+)
 
 
 def read(path: Path) -> list[dict]:
@@ -85,6 +93,18 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_wandb_shows_a_run_under_its_team_group_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    labels = {"project": "sums", "name": "sums-7", "entity": "our-team", "group": "seeds", "tags": ["grpo", "7b"]}
+    sinks = open_sinks(["wandb"], Run(directory=tmp_path, **labels))
+    (sink,) = sinks.sinks
+    assert isinstance(sink, WandbSink)
+    shown = {name: getattr(sink._run, name) for name in labels}
+    sinks.close()
+    assert shown == labels | {"tags": ("grpo", "7b")}
+
+
+@pytest.mark.nightly
 def test_wandb_goes_on_with_the_run_that_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,7 +124,7 @@ def test_trackio_goes_on_with_the_run_that_is_resumed_and_with_no_other_of_its_n
         "import pathlib, trackio\n"
         "from rlite.services.console.sinks import Run, open_sinks\n"
         "for folder, resume_after in [('a', None), ('b', -1), ('a', 1), ('b', 1), ('c', 2)]:\n"
-        "    run = Run(directory=pathlib.Path(folder), project='p', name='r', resume_after=resume_after)\n"
+        "    run = Run(directory=pathlib.Path(folder), project='p', name='r', group='g', resume_after=resume_after)\n"
         "    sinks = open_sinks(['trackio'], run)\n"
         "    sinks.log(1 + max(resume_after or 0, 0), {'loss': 0.5})\n"
         "    sinks.close()\n"
@@ -113,6 +133,7 @@ def test_trackio_goes_on_with_the_run_that_is_resumed_and_with_no_other_of_its_n
         "assert names['b'].startswith('r-'), names\n"
         "kept = sorted(run.name for run in trackio.Api().runs('p'))\n"
         "assert kept == sorted({*names.values()}), kept\n"
+        "assert {run.config['_Group'] for run in trackio.Api().runs('p')} == {'g'}\n"
     )
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
