@@ -223,9 +223,11 @@ $(DOCS_VENV)/.installed: tools/site/requirements.txt
 	$(DOCS_VENV)/bin/pip install --quiet -r tools/site/requirements.txt
 	touch $@
 
-# the bounds of the dependencies of rlite itself; the rest is what pip finds beside them
-$(LOWEST_VENV)/.installed: pyproject.toml
+# the bounds of the dependencies of rlite itself; the rest is what pip finds beside them. A bound of torch below the pinned
+# release replaces the CPU build
+$(LOWEST_VENV)/.installed: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(call install_torch,$(LOWEST_VENV))
 	sed -n '/^dependencies = \[/,/^\]/s/^ *"\([^>]*\)>=\([^"]*\)".*/\1==\2/p' pyproject.toml > $(LOWEST_VENV)/constraints.txt
 	$(LOWEST_VENV)/bin/pip install --quiet --no-compile -c $(LOWEST_VENV)/constraints.txt -e ".[dev]"
 	touch $@
