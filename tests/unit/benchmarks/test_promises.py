@@ -33,6 +33,16 @@ def test_a_file_belongs_to_the_deepest_folder() -> None:
     assert promise_of("config.py") == promise_of("assembly/commands/plan.py")
 
 
+def test_the_command_prints_the_table_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in printed[2:-1]] == [f"| {promise}" for promise in PROMISES]
+    told = PAGE.read_text(encoding="utf-8").splitlines()
+    assert printed[0] in told
+    places = [line.rpartition(" | ")[2] for line in printed]
+    assert [place for place in places if not any(line.endswith(place) for line in told)] == []
+
+
 def test_the_command_counts_lines_of_code_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one.py").write_text('"""Text."""\n\n# a comment\nx = 1\n')
     main([str(tmp_path)])
