@@ -91,11 +91,13 @@ class World:
         }[block.language](text)
 
     def run_program(self, text: str) -> None:
-        """Run a program; one that begins with the name of a file is written there, too."""
+        """Run a program. One that begins with the name of a file is written there, too."""
         for size, small in SIZES.items():
             text = re.sub(size, small, text)
         if file := re.match(r"# ([\w/]+\.py)\b", text):
             Path(file[1]).write_text(text, encoding="utf-8")
+            if "@register_" in text:  # the command that imports the file registers its names
+                return
         tree = ast.parse(text)
         if re.search(r"rlite\.(init|session|train|evaluate)\(", text):
             self.close()
