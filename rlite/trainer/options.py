@@ -241,7 +241,7 @@ class RunOptions(Options):
     """first and last step of the trace; by default all"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a message for unknown callbacks and sinks, labels without a sink, and steps to trace that are no range."""
+        """Yield a message for unknown callbacks and sinks, labels without a sink, and a range of steps that is none."""
         yield from (f"callbacks: {CALLBACKS.unknown(name)}" for name in self.callbacks if name not in CALLBACKS)
         for name in self.all_sinks:
             key = "sinks" if name in self.sinks else "use_wandb"
