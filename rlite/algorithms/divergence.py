@@ -22,7 +22,7 @@ from torch import Tensor
 from rlite.algorithms.logprobs import OnLogprobs, TokenLogprobs
 from rlite.errors import ConfigError
 
-_LEAST = -1e4
+LEAST = -1e4
 """stands for a logarithm of 0: its exponential is 0, and times 0 it is 0"""
 Values = Float[Tensor, "*any"]
 
@@ -91,7 +91,7 @@ def terms(log_s: Values, log_t: Values, beta: float) -> Terms:
         log_t: log-probabilities of the teacher, of the same shape.
         beta: see `Divergence`.
     """
-    log_s, log_t = log_s.clamp(min=_LEAST), log_t.clamp(min=_LEAST)
+    log_s, log_t = log_s.clamp(min=LEAST), log_t.clamp(min=LEAST)
     gap = log_t - log_s
     if beta == 0:
         t = log_t.exp()
@@ -133,7 +133,7 @@ def bucketed(log_s: Float[Tensor, "rows k"], log_t: Float[Tensor, "rows k"], bet
         log_t: log-probabilities of the teacher.
         beta: see `Divergence`.
     """
-    log_s, log_t = (torch.cat([x, _log_rest(x)], dim=-1).clamp(min=_LEAST) for x in (log_s, log_t))
+    log_s, log_t = (torch.cat([x, _log_rest(x)], dim=-1).clamp(min=LEAST) for x in (log_s, log_t))
     values, weights = terms(log_s, log_t, beta)
     total, s = total_weight(weights, beta), log_s.exp()
     return Bucketed(values.sum(-1), (weights - s * total[:, None])[:, :-1], weights[:, -1] / s[:, -1] - total)

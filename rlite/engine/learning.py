@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -24,13 +25,16 @@ from rlite.runtime.parallel.shards import CheckpointReader
 from rlite.runtime.replicas.adapter_serving import AdapterServing
 from rlite.runtime.replicas.engine import Engine
 from rlite.runtime.storage.atomic import MANIFEST, verify
+from rlite.wording import warn_once
+
+logger = logging.getLogger(__name__)
 
 
 class LearningEngine(ModuleEngine):
     """A train engine that accumulates gradients and makes steps, of its module and of adapters by name.
 
-    Adapters live in the workers. They are gone after `release()`, `meta()` and a restart of workers, and are no part of
-    `save`, `save_state` and `take_snapshot`.
+    Adapters live in the workers. They are gone after `release()`, `meta()` and a restart of workers. `save_state` and
+    `take_snapshot` keep them; `save` does not.
 
     Args:
         module: a `BaseTrainModule` on the meta device.
@@ -179,11 +183,14 @@ class LearningEngine(ModuleEngine):
         if not isinstance(name, str) or not name or name in self._adapters:
             problem = "is there already" if name in self._adapters else "is no name"
             raise ConfigError(f"{what}: {name!r} {problem}; give the adapter another name")
-        if self._backend.check_adapter is None:
-            raise ConfigError(f"{what}: the executor {self.executor_name!r} has no adapters by name")
-        whole = self._backend.check_adapter(self.module, self.options, options)
+        whole = self._checked(what, options)
         self._workers.call(AdapterTrainWorker.add_adapter, name, whole, seed)
         self._adapters[name] = whole
+
+    def _checked(self, what: str, options: LoraOptions) -> LoraOptions:
+        if self._backend.check_adapter is None:
+            raise ConfigError(f"{what}: the executor {self.executor_name!r} has no adapters by name")
+        return self._backend.check_adapter(self.module, self.options, options)
 
     def remove_adapter(self, name: str) -> None:
         """Drop an adapter with its gradients and its optimizer.
@@ -311,20 +318,21 @@ class LearningEngine(ModuleEngine):
         super().load(path)
         self._base, self._read_from = None, path
 
-    def load_state(self, path: str | Path) -> dict[str, Any]:
-        """Resume from a checkpoint of `save_state`; see `ResumableEngine.load_state`.
+    def _facts(self) -> dict[str, Any]:
+        adapters = {name: options.model_dump() for name, options in self._adapters.items()}
+        return {"adapters": adapters, "base": self.base_id} if adapters else {}
 
-        Returns:
-            The checkpoint's facts and kept values.
+    def _check_facts(self, facts: Mapping[str, Any]) -> None:
+        for name, options in facts.get("adapters", {}).items():
+            self._checked(f"resume with the adapter {name!r}", LoraOptions(**options))
 
-        Raises:
-            ConfigError: there are adapters, which belong to the weights before.
-        """
-        self._check_learner("load_state", None)
-        facts = super().load_state(path)
+    def _take_facts(self, facts: Mapping[str, Any]) -> None:
+        found = {name: LoraOptions(**options) for name, options in facts.get("adapters", {}).items()}
+        if lost := sorted(self._adapters.keys() - found.keys()):
+            logger.warning("%s: the state holds no adapter %s, which is gone", self.name, ", ".join(lost))
+        self._adapters = found
         if self.module.lora is None:
-            self.base_id = ""
-        return facts
+            self.base_id = facts.get("base", "")
 
     def meta(self) -> None:
         """Free all memory, on the device and on the host. The weights and the adapters are gone."""
@@ -351,14 +359,21 @@ class LearningEngine(ModuleEngine):
             told = f"{what} would change the weights to which the adapters {', '.join(sorted(self._adapters))} belong"
             raise ConfigError(f"{told}; name an adapter (adapter=), or remove_adapter() them first")
 
+    def _known(self, name: str) -> str:
+        self._check_adapter("this call", name)
+        return name
+
+    def _base_of_merged(self, target: Engine) -> str:
+        """Return `base_id` of an engine into whose weights the module's own adapter was merged."""
+        if vars(self.options).get("deterministic"):
+            told = "the merged adapter gives other bits than deterministic=true computes; p2p_adapter_sync keeps them"
+            warn_once(logger, f"p2p_weight_sync into {target.name}: {told}")
+        return ""
+
     def _check_adapter(self, what: str, name: str) -> None:
         self._need_weights(what)
         if name not in self._adapters:
             raise ConfigError(f"{what}: there is no adapter {name!r}; {did_you_mean(str(name), self._adapters)}")
-
-    def _known(self, name: str) -> str:
-        self._check_adapter("this call", name)
-        return name
 
     @abstractmethod
     def _begin_training(self, what: str, adapter: str | None) -> None:

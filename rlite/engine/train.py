@@ -168,7 +168,7 @@ class RliteTrainEngine(LearningEngine):
         """
         self._need_weights("p2p_weight_sync")
         report = sync_weights(self, target, on_inflight, verify_checksums)
-        target.base_id = self.base_id if self.module.lora is None else ""
+        target.base_id = self.base_id if self.module.lora is None else self._base_of_merged(target)
         return report
 
     def _named(self, adapter: str | None) -> tuple[str, ...]:

@@ -37,6 +37,8 @@ class MemorySnapshot:
 
     references: tuple[Any, ...]
     """one for each rank"""
+    facts: Mapping[str, Any]
+    """facts of the engine, as in a checkpoint"""
 
 
 class StateWriting:
@@ -191,7 +193,8 @@ class ResumableEngine(Engine):
     ) -> StateWriting:
         """Write a checkpoint to resume from: weights, optimizer, scheduler, gradients, random numbers of every rank.
 
-        The checkpoint is written whole or not at all: `path` is unchanged until everything is written.
+        Adapters by name belong to it. The checkpoint is written whole or not at all: `path` is unchanged until
+        everything is written.
 
         Args:
             path: a folder on a file system that all workers and this process share.
@@ -215,7 +218,7 @@ class ResumableEngine(Engine):
         except (OSError, RuntimeError) as error:  # torch.save makes either of a full disk
             raise CheckpointError(f"{final}: could not be written: {why_not_written(error)}") from error
         self._writing = StateWriting(final, self._workers)
-        facts = {"module": type(self.module).__name__, **facts}
+        facts = {"module": type(self.module).__name__, **self._facts(), **facts}
         self._workers.call(TrainWorker.save_state, str(folder), str(final), facts, asynchronous)
         return self._writing
 
@@ -232,7 +235,7 @@ class ResumableEngine(Engine):
             ConfigError: the launcher has no memory outside of the workers.
         """
         self._need_weights("take_snapshot")
-        return MemorySnapshot(tuple(self.group.keep(TrainWorker.pack_state.__name__)))
+        return MemorySnapshot(tuple(self.group.keep(TrainWorker.pack_state.__name__)), self._facts())
 
     def recover(self, source: MemorySnapshot | str | Path | None) -> dict[str, Any]:
         """Go back to a state, after starting all workers again on their devices if one of them has died.
@@ -263,8 +266,23 @@ class ResumableEngine(Engine):
         calls: list[Any] = [((reference,), {}) for reference in source.references]
         self.weights = Weights.EMPTY  # until all of it is read
         self.group.call(TrainWorker.unpack_state.__name__, calls)
+        self._take_facts(source.facts)
         self.weights = Weights.DEVICE
         return {}
+
+    def _facts(self) -> dict[str, Any]:
+        """Return JSON-serialisable facts about the engine that belong to its state."""
+        return {}
+
+    def _check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Check that the engine can resume from a state with these facts.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def _take_facts(self, facts: Mapping[str, Any]) -> None:
+        """Note that the workers have resumed from a state with these facts."""
 
     @property
     def has_died(self) -> bool:
@@ -289,10 +307,13 @@ class ResumableEngine(Engine):
     def load_state(self, path: str | Path) -> dict[str, Any]:
         """Resume from a checkpoint of `save_state`, with any number of workers in any layout.
 
+        Adapters by name are those of the checkpoint afterwards.
+
         Returns:
             The checkpoint's facts and kept values.
 
         Raises:
+            ConfigError: the checkpoint has adapters by name, which this engine cannot train. Nothing was changed.
             DamagedCheckpointError: a file is missing or damaged. Nothing was changed.
             CheckpointError: the checkpoint was saved from another module. Nothing was changed.
         """
@@ -303,9 +324,11 @@ class ResumableEngine(Engine):
         facts, module = verify(folder), type(self.module).__name__
         if facts.get("module") != module:
             raise CheckpointError(f"{folder}: saved from {facts.get('module')}, this engine has {module}")
+        self._check_facts(facts)
         driver = load_values(folder / DRIVER_STATE)
         self.weights = Weights.EMPTY  # until all of it is read
         self._workers.call(TrainWorker.load_state, str(folder))
+        self._take_facts(facts)
         self.weights = Weights.DEVICE
         set_random_state(driver["random"])
         return {**facts, **driver["kept"]}

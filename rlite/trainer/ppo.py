@@ -141,7 +141,7 @@ class PpoTrainer(TrainerLoop):
                 columns.setdefault(name, torch.full(batch["attention_mask"].shape, math.nan))[rows] = stats.pop(name)
             columns["is_skipped"][rows] = bool(stats["is_skipped"])
             stats_tracker.scalar(**loss_stats(stats))
-        return with_keys(batch, **columns)
+        return with_keys(batch, **columns).exclude("teacher_hidden")  # it would take memory until the next batch
 
     @stats_tracker.record_timing("sync")
     def sync(self) -> None:

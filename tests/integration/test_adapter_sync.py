@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.assembly.quickstart.run import byte_tokenizer
@@ -25,34 +24,20 @@ from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.objective import OwnLogprobs
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
-from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
-from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
+from rlite.types import GenerationHyperparameters, LLMRequest
+from tests.adapters import ADAPTERS, PROMPTS, SAMPLED, assert_kept_versions, assert_served, interrupted, of_trainer
+from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta, token_loss
 from tests.integration.rewards import digits
 from tests.integration.worlds import world
 from tests.tiny import build_model_dir
 
 LORA = LoraOptions(rank=4, alpha=6.0)
-ADAPTERS = {
-    "wide": LoraOptions(rank=8, alpha=16.0),
-    "narrow": LoraOptions(rank=2, alpha=2.0, target_modules=["q_proj", "v_proj"]),
-    "mlp": LoraOptions(rank=5, alpha=3.0, target_modules=["layers.1.mlp.down_proj", "gate_proj"]),
-}
-SAMPLED = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 3}
-PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5], [9, 9], [1, 2, 3, 4], [60, 61]]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[None]:
     with world(2):
         yield
-
-
-@pytest.fixture
-def engines() -> Iterator[list[Any]]:
-    built: list[Any] = []
-    yield built
-    for engine in built:
-        engine.release()
 
 
 def trained(engines: list[Any], module: Any, size: int = 1, **options: Any) -> RliteTrainEngine:
@@ -86,21 +71,6 @@ def with_adapters(
         engine.optimizer_step(name, lr=2e-2)
         learn(engine, name)
     return engine
-
-
-def of_trainer(engine: RliteTrainEngine, ids: list[int], adapter: str | None) -> Tensor:
-    row = torch.tensor([ids])
-    batch = {"input_ids": row, "attention_mask": torch.ones_like(row)}
-    return engine.forward(batch, next_token_logprobs, adapter=adapter)[0, :-1]
-
-
-def assert_served(trainer: RliteTrainEngine, engine: RliteInferenceEngine, names: list[str | None]) -> None:
-    """One batch with requests of several adapters has the trainer's log-probabilities."""
-    outputs = engine.generate(PROMPTS, SAMPLED, adapter=names)
-    for prompt, name, output in zip(PROMPTS, names, outputs, strict=True):
-        made = output.outputs[0]
-        expected = of_trainer(trainer, [*prompt, *made.token_ids], name)[len(prompt) - 1 :]
-        torch.testing.assert_close(torch.tensor(made.logprobs), expected.float(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +127,29 @@ def test_with_deterministic_engines_served_adapters_have_the_bits_of_training(
         assert made.logprobs == found.tolist(), name
 
 
+def test_with_deterministic_engines_a_modules_own_adapter_has_the_bits_of_training(
+    engines: list[Any], models: dict[str, Path]
+) -> None:
+    module = policy_module(models["qwen3"], constant(), LORA)
+    trainer, engine = (
+        trained(engines, module, deterministic=True),
+        serving(engines, models["qwen3"], deterministic=True),
+    )
+    trainer.train_batch(make_batch([9, 4, 17, 2]), token_loss, num_counted)
+    trainer.p2p_adapter_sync(engine)
+    for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, SAMPLED), strict=True):
+        made = output.outputs[0]
+        row = torch.tensor([[*prompt, *made.token_ids]])
+        batch = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+        assert made.logprobs == trainer.forward(batch, OwnLogprobs())[0, len(prompt) :].tolist()
+    engine.remove_adapter(None)
+    trainer.p2p_weight_sync(engine)
+    merged = engine.generate(PROMPTS, SAMPLED)[1].outputs[0]
+    row = torch.tensor([[*PROMPTS[1], *merged.token_ids]])
+    found = trainer.forward({"input_ids": row, "attention_mask": torch.ones_like(row)}, OwnLogprobs())
+    assert merged.logprobs != found[0, len(PROMPTS[1]) :].tolist(), "so runs refuse it"
+
+
 def test_only_the_adapter_travels(engines: list[Any], models: dict[str, Path]) -> None:
     trainer = trained(engines, policy_module(models["qwen2"], constant(), LoraOptions(rank=16)), size=2)
     engine = serving(engines, models["qwen2"])
@@ -174,24 +167,6 @@ def test_only_the_adapter_travels(engines: list[Any], models: dict[str, Path]) -
 
 def constant(lr: float = 2e-2) -> OptimizerOptions:
     return OptimizerOptions(lr=lr, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=10)
-
-
-async def interrupted(
-    engine: RliteInferenceEngine, requests: list[LLMRequest], act: Any, after: int = 10
-) -> list[LLMResponse]:
-    """Answers to requests, amid which `act()` runs in another thread."""
-    seen, loop = asyncio.Event(), asyncio.get_running_loop()
-    counts: dict[int, int] = {}
-
-    def see(chunk: TokenChunk) -> None:
-        counts[chunk.request_id] = counts.get(chunk.request_id, 0) + len(chunk.token_ids)
-        if len(counts) == len(requests) and min(counts.values()) >= after:
-            loop.call_soon_threadsafe(seen.set)
-
-    tasks = [asyncio.ensure_future(engine.agenerate(request, see)) for request in requests]
-    await seen.wait()
-    await asyncio.to_thread(act)
-    return list(await asyncio.gather(*tasks))
 
 
 @pytest.mark.parametrize("on_inflight", ["continue", "keep"])
@@ -228,6 +203,14 @@ def test_requests_in_flight_go_on_with_the_next_version_or_keep_theirs(
         torch.testing.assert_close(torch.tensor(answer.output_logprobs), expected, atol=1e-5, rtol=0)
     assert engine.adapters == {"wide": 2, "narrow": 1}
     assert_served(trainer, engine, ["wide", "narrow", None, None, "wide", "narrow"])
+
+
+@pytest.mark.nightly
+def test_as_many_versions_are_served_as_requests_need(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer, engine = with_adapters(engines, models["qwen2"]), serving(engines, models["qwen2"], max_model_len=2048)
+    assert_kept_versions(trainer, engine, tmp_path, learn, 2000)
 
 
 def test_a_sync_that_fails_leaves_the_old_version_served_and_says_so(

@@ -19,15 +19,13 @@ from rlite.algorithms import PerToken
 from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.data.sft import sft_rows
 from rlite.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from rlite.nn import LoraOptions
 from rlite.runtime.replicas.adapters import AdapterWeights
 from rlite.trainer.model.modules import policy_module
+from tests.adapters import ADAPTERS
 from tests.integration.modules import Qwen2Policy, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
 from tests.integration.worlds import world
 
-WIDE = LoraOptions(rank=8, alpha=16.0)
-NARROW = LoraOptions(rank=2, alpha=2.0, target_modules=["q_proj", "v_proj"])
-MLP = LoraOptions(rank=5, alpha=3.0, target_modules=["layers.1.mlp.down_proj", "gate_proj"])
+WIDE, NARROW = ADAPTERS["wide"], ADAPTERS["narrow"]
 LENGTHS = [9, 4, 17, 2, 11, 5, 8, 3]
 
 
@@ -35,14 +33,6 @@ LENGTHS = [9, 4, 17, 2, 11, 5, 8, 3]
 def session() -> Iterator[None]:
     with world(2):
         yield
-
-
-@pytest.fixture
-def engines() -> Iterator[list[Any]]:
-    built: list[Any] = []
-    yield built
-    for engine in built:
-        engine.release()
 
 
 def build(engines: list[Any], models: dict[str, Path], size: int = 1, copies: int = 1, **options: Any) -> Any:
@@ -80,12 +70,17 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 @pytest.mark.parametrize(
     "options",
-    [{"deterministic": True}, {"size": 2}, {"size": 2, "compute_dtype": "bfloat16", "gradient_checkpointing": True}],
+    [
+        {"deterministic": True},
+        {"size": 2},
+        {"size": 2, "compute_dtype": "bfloat16", "gradient_checkpointing": True},
+        {"size": 2, "tp_size": 2},
+    ],
 )
 def test_adapters_that_take_turns_equal_each_alone_bit_for_bit(
     engines: list[Any], models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    adapters = {"wide": WIDE, "narrow": NARROW, "mlp": MLP}
+    adapters = ADAPTERS
     together = build(engines, models, **options)
     base = together.state_dict()
     for name, adapter in adapters.items():
@@ -148,11 +143,12 @@ def test_two_verbs_equal_train_batch_in_any_number_of_chunks(
 def test_a_sum_has_the_gradient_of_the_mean_times_its_weight_on_any_ranks(
     engines: list[Any], models: dict[str, Path]
 ) -> None:
-    norms = []
-    for options in ({"size": 1}, {"size": 2}, {"copies": 2}):
+    norms, layouts = [], ({}, {"size": 2}, {"copies": 2}, {"size": 2, "tp_size": 2}, {"size": 2, "sp_size": 2})
+    for options in layouts:
         engine, batch = build([], models, param_dtype="float64", **options), make_batch(LENGTHS)
         for name in ("sum", "mean"):
-            engine.add_adapter(name, NARROW)
+            engine.add_adapter(name, WIDE)
+            engine.train_batch(batch, token_loss, num_counted, adapter=name)  # both factors have gradients afterwards
         added = engine.forward_backward(batch, sum_loss, adapter="sum")
         mean = engine.forward_backward(batch, token_loss, num_counted, adapter="mean")
         weight = float(batch["loss_mask"].sum())
@@ -161,7 +157,7 @@ def test_a_sum_has_the_gradient_of_the_mean_times_its_weight_on_any_ranks(
         assert norm == pytest.approx(of_mean * weight, rel=1e-9)
         norms.append(norm)
         engine.release()
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-9)
+    assert norms == pytest.approx([norms[0]] * len(layouts), rel=1e-9)
 
 
 def test_the_whole_model_trains_by_sums_too(engines: list[Any], models: dict[str, Path]) -> None:
@@ -181,7 +177,7 @@ def test_the_whole_model_trains_by_sums_too(engines: list[Any], models: dict[str
 
 def test_an_adapter_computes_what_peft_computes(engines: list[Any], models: dict[str, Path], tmp_path: Path) -> None:
     engine, batch = build(engines, models, size=2), make_batch([9, 9])
-    for name, options in {"narrow": NARROW, "mlp": MLP}.items():
+    for name, options in {name: ADAPTERS[name] for name in ("narrow", "mlp")}.items():
         engine.add_adapter(name, options, seed=7)
         learn(engine, name, seed=3)
         engine.save_adapter(name, tmp_path / name)
@@ -232,6 +228,57 @@ def test_a_loaded_adapter_goes_on_as_if_it_had_never_stopped(
     )
     engine.remove_adapter("a")
     assert engine.adapters == {}
+
+
+@pytest.mark.parametrize("options", [{"size": 2}, {"deterministic": True}])
+def test_adapters_resume_exactly_with_the_state_of_their_engine(
+    engines: list[Any], models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    engine, adapters = build(engines, models, **options), ADAPTERS
+    assert not engine.adapters
+
+    def go_on(each: Any, seeds: range) -> list[dict[str, float]]:
+        return [learn(each, name, 10 * seed + len(name)) for seed in seeds for name in adapters]
+
+    for number, (name, adapter) in enumerate(adapters.items()):
+        engine.add_adapter(name, adapter, seed=number)
+    go_on(engine, range(2))
+    engine.forward_backward(make_batch(LENGTHS, 5), token_loss, num_counted, adapter="mlp")
+    known, base = engine.adapters, engine.base_id
+    engine.save_state(tmp_path / "state", asynchronous=True)
+    stats = go_on(engine, range(2, 4))
+    expected = {name: values(engine, name, tmp_path) for name in adapters}
+    fresh = build(engines, models, **options)
+    fresh.add_adapter("other", NARROW)
+    engine.save_state(tmp_path / "later").result()
+    fresh.load_state(tmp_path / "state")
+    assert (fresh.adapters, fresh.base_id) == (known, base), "it serves the same base"
+    engine.remove_adapter("narrow")
+    engine.recover(tmp_path / "state")
+    for each in (fresh, engine):
+        assert each.adapters == known
+        assert go_on(each, range(2, 4)) == stats
+        for name in adapters:
+            assert_equal(values(each, name, tmp_path), expected[name])
+
+
+def test_adapters_resume_in_another_layout(engines: list[Any], models: dict[str, Path], tmp_path: Path) -> None:
+    engine, alone = build(engines, models, size=2), build(engines, models)
+    engine.add_adapter("a", WIDE)
+    learn(engine, "a", 0)
+    engine.save_state(tmp_path / "state")
+    engine.forward_backward(make_batch(LENGTHS, 5), token_loss, num_counted, adapter="a")
+    engine.save_state(tmp_path / "amid")
+    with pytest.raises(CheckpointError, match="accumulated gradients of the adapter 'a'; resume in that layout"):
+        alone.load_state(tmp_path / "amid")
+    alone.load_state(tmp_path / "state")
+    engine.load_state(tmp_path / "state")
+    for each in (alone, engine):
+        learn(each, "a", 1)
+    assert_equal(values(alone, "a", tmp_path / "alone"), values(engine, "a", tmp_path), 1e-5)
+    exact = build(engines, models, size=2, tp_size=2, deterministic=True)
+    with pytest.raises(ConfigError, match="with tp_size=2 training adds products in another order"):
+        exact.load_state(tmp_path / "state")
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlite import RliteTrainEngine
 from rlite.algorithms.divergence import Divergence, OnDivergence, TaughtLogprobs
@@ -27,22 +27,6 @@ LENGTHS = [9, 4, 17, 2, 30, 11]
 def session() -> Iterator[None]:
     with world(2):
         yield
-
-
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """build(meta module, size, **options): an engine that is released after the test."""
-    built = []
-
-    def build_engine(module: nn.Module, size: int, **options: Any) -> RliteTrainEngine:
-        engine = RliteTrainEngine(module)
-        engine.build(tensor_parallel_size=size, data_parallel_size=1, **options)
-        built.append(engine)
-        return engine
-
-    yield build_engine
-    for engine in built:
-        engine.release()
 
 
 class Distilled(OnDivergence):
@@ -126,19 +110,48 @@ def test_a_loss_without_its_inputs_is_refused(build: Build, models: dict[str, Pa
     assert engine.optimizer_step()["is_skipped"] == 1, "nothing was applied"
 
 
-@pytest.mark.parametrize("support", ["student_topk", "union"])
-def test_likeliest_tokens_are_the_same_in_any_layout(build: Build, models: dict[str, Path], support: Any) -> None:
-    options, found = {"param_dtype": "float64", "max_tokens_per_microbatch": 40}, []
-    for size, sizes in ((1, {}), (2, {}), (2, {"tp_size": 2})):
-        engine = build(on_meta(LlamaPolicy, models["llama"]), size, **sizes, **options)
-        teacher = build(on_meta(Qwen2Policy, models["qwen2"]), size, colocate_with=engine, **options)
-        batch = taught(make_batch(LENGTHS), teacher, [engine])
-        found.append(engine.train_batch(batch, Distilled(Divergence(0.5, support, 7)), num_counted))
+def of_server(batch: dict[str, Tensor], teacher: RliteTrainEngine, k: int) -> dict[str, Tensor]:
+    """The batch with what a teacher on a server says: of the token itself, or of the k likeliest ones."""
+    logprobs = (teacher.forward(batch, whole) / Distilled.temperature).log_softmax(-1).roll(1, dims=1)
+    teachers = torch.where(batch["attention_mask"].bool(), 0, -1)
+    if not k:
+        own = logprobs.gather(2, batch["input_ids"][..., None])[..., 0]
+        return {**batch, "teacher": teachers, "teacher_logprobs": own}
+    likeliest = logprobs.topk(k)
+    return {**batch, "teacher": teachers, "teacher_ids": likeliest.indices, "teacher_logprobs": likeliest.values}
+
+
+SUPPORTS: list[Any] = ["sampled", "served", "full", "student_topk", "teacher_topk", "union"]
+LAYOUTS: list[dict[str, Any]] = [
+    {"max_tokens_per_microbatch": 200},  # one pack
+    {"max_tokens_per_microbatch": 30},
+    {"size": 2},
+    {"size": 2, "tp_size": 2},
+    {"size": 2, "sp_size": 2},
+]
+
+
+def test_every_divergence_is_the_same_in_any_layout(build: Build, models: dict[str, Path]) -> None:
+    found = []
+    for layout in LAYOUTS:
+        options = {"size": 1, "param_dtype": "float64", "max_tokens_per_microbatch": 40, **layout}
+        engine = build(on_meta(LlamaPolicy, models["llama"]), **options)
+        teacher = build(on_meta(Qwen2Policy, models["qwen2"]), colocate_with=engine, **options)
+        batch, own = make_batch(LENGTHS), {}
+        for support, beta in product(SUPPORTS, [0.0, 0.3, 1.0]):
+            if support in ("sampled", "served"):
+                columns, divergence = of_server(batch, teacher, 7 * (support == "served")), Divergence(beta)
+            else:
+                columns, divergence = taught(batch, teacher, [engine]), Divergence(beta, support, 7)
+            stats = engine.forward_backward(columns, Distilled(divergence), num_counted)
+            own[support, beta] = stats["loss"], engine.optimizer_step(lr=0.0)["grad_norm"]
+        found.append(own)
         for each in (engine, teacher):
             each.release()
-    for each in found[1:]:
-        for name in ("loss", "grad_norm"):
-            assert each[name] == pytest.approx(found[0][name], abs=1e-10), name
+    assert min(min(case) for case in found[0].values()) > 1e-5
+    for layout, each in zip(LAYOUTS, found, strict=True):
+        for case, values in found[0].items():
+            assert each[case] == pytest.approx(values, rel=1e-9), (layout, case)
 
 
 @pytest.mark.parametrize(

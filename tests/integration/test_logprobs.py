@@ -29,22 +29,6 @@ def session() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def build() -> Iterator[Build]:
-    """build(meta module, size, **options): an engine that is released after the test."""
-    built = []
-
-    def build_engine(module: nn.Module, size: int, **options: Any) -> RliteTrainEngine:
-        engine = RliteTrainEngine(module)
-        engine.build(tensor_parallel_size=size, data_parallel_size=1, **options)
-        built.append(engine)
-        return engine
-
-    yield build_engine
-    for engine in built:
-        engine.release()
-
-
 def surprise_and_spread(tokens: TokenLogprobs, data: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss with gradients of its own for both, and 0 / 0 where nothing counts."""
     mask, count = data["loss_mask"], data["loss_mask"].sum()

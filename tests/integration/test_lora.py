@@ -49,14 +49,6 @@ def session() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def engines() -> Iterator[list[Any]]:
-    built: list[Any] = []
-    yield built
-    for engine in built:
-        engine.release()
-
-
 def optimizer(lr: float = 2e-2) -> OptimizerOptions:
     return OptimizerOptions(lr=lr, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=10)
 

@@ -17,7 +17,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-import rlite
 from rlite import cli, config
 from rlite.assembly.proof import audit as auditing
 from rlite.assembly.proof import bundle as bundles
@@ -27,6 +26,7 @@ from rlite.assembly.proof.options import AuditConfig, ReplayConfig
 from rlite.assembly.proof.privacy import is_shown, public, public_command
 from rlite.assembly.proof.report import REPLAYED, Report
 from rlite.assembly.proof.trainers import literal
+from rlite.assembly.trainers import TRAINERS
 from rlite.errors import CheckpointError, ConfigError, DataError
 from rlite.services.record.batches import RecordedBatch, read_batch
 from rlite.services.record.chain import ChainWriter, hash_file, read_chain
@@ -50,19 +50,21 @@ ROLLOUTS: dict[str, Any] = {
     "rollout.train_sampling_params.max_new_tokens": 8,
     "trainer.record": "all",
 }
+EXACT = {"actor.deterministic": True, "rollout.deterministic": True, "rollout.dtype": "float32"}
 KINDS: dict[str, dict[str, Any]] = {
     "sft": {"data.batch_size": 4},
     "dpo": {"data.batch_size": 4, "actor.lora": {"rank": 4}},
     "grpo": ROLLOUTS | {"actor.update_per_rollout": 2},
     "ppo": ROLLOUTS | {"adv.estimator": "gae", "kl.type": "reward"},
     "lora": ROLLOUTS | {"actor.lora": {"rank": 4}},
+    "exact_lora": ROLLOUTS | EXACT | {"actor.lora": {"rank": 4}},
     "mixture": ROLLOUTS,
 }
 
 
 def train(folder: Path, kind: str, steps: int, **options: Any) -> Path:
     """Return the folder of a run whose rows, reward and model are files."""
-    name = {"lora": "grpo", "mixture": "grpo"}.get(kind, kind)
+    name = kind if kind in TRAINERS else "grpo"
     is_rl = name in ("grpo", "ppo")
     model, data, code = folder / "model", folder / f"{kind}.jsonl", folder / "score.py"
     if not model.exists():
@@ -75,7 +77,7 @@ def train(folder: Path, kind: str, steps: int, **options: Any) -> Path:
     given: dict[str, Any] = {"actor.model_name": str(model), "actor.lr": 1e-3, "trainer.save_dir": str(folder / kind)}
     given |= {"train_data.path" if is_rl else "data.path": str(data), "trainer.save_freq": 100}
     given |= {"reward.path": f"{code}:score", "trainer.total_steps": steps} if is_rl else {"trainer.n_epochs": 1}
-    entry = rlite.assembly.trainers.TRAINERS[name].find_trainer()  # type: ignore[attr-defined]
+    entry: Any = TRAINERS[name].find_trainer()
     entry.train(config.load(entry.config_class, [], given=given | KINDS[kind] | options))
     return folder / kind
 
@@ -118,6 +120,9 @@ def test_twenty_steps_are_made_again_bit_for_bit(kind: str, tmp_path: Path) -> N
     result = replayed(train(tmp_path, kind, 20, **own), 20)
     assert len(result.steps) == 20
     assert {*verdicts(result)} == {"equal"}
+    if kind == "exact_lora":
+        lines = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
+        assert {json.loads(line)["logprob_drift"] for line in lines} == {0.0}, "served and trained have the same bits"
 
 
 def test_a_step_begins_from_the_newest_checkpoint_before_it(grpo: Path) -> None:

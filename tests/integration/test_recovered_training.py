@@ -15,6 +15,7 @@ import torch
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.errors import CheckpointError, WorkerDied
+from tests.adapters import ADAPTERS
 from tests.integration.modules import LlamaPolicy, make_batch, num_counted, on_meta, token_loss
 from tests.integration.redefinition import run_cell
 from tests.integration.worlds import kill, process_of, ray_session
@@ -87,6 +88,27 @@ def test_recovery_from_a_snapshot_is_bit_identical(
     check_same(train.state_dict(), expected)
     train.p2p_weight_sync(serve, verify_checksums=True)
     serve.release()
+
+
+@pytest.mark.nightly
+def test_adapters_and_averages_recover_with_a_snapshot(train: RliteTrainEngine) -> None:
+    def steps(numbers: range) -> list[dict[str, float]]:
+        batches = [(make_batch([5, 9, 7, 3], seed=number), name) for number in numbers for name in ADAPTERS]
+        return [train.train_batch(batch, token_loss, num_counted, adapter=name) for batch, name in batches]
+
+    step(train, 0)
+    train.average_weights(0.5)
+    for name, options in ADAPTERS.items():
+        train.add_adapter(name, options)
+    steps(range(1, 3))
+    train.forward_backward(make_batch([5, 9]), token_loss, num_counted, adapter="mlp")
+    snapshot, known = train.take_snapshot(), train.adapters
+    expected = train.optimizer_step("mlp"), steps(range(3, 5))
+    kill(process_of(train, 1))
+    wait([train.group.handles[1].death], SOON_S)
+    train.recover(snapshot)
+    assert (train.adapters, train.has_average()) == (known, [True, True])
+    assert (train.optimizer_step("mlp"), steps(range(3, 5))) == expected
 
 
 class FragilePolicy(LlamaPolicy):

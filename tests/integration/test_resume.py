@@ -23,16 +23,17 @@ from tests.mixtures import build_mixture_dir
 from tests.recorded import recorded, without_times
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = {"sft": 24, "ppo": 8, "grpo": 6, "experts": 4}
-PROGRAMS = {"experts": "ppo"}
+STEPS = {"sft": 24, "ppo": 8, "grpo": 6, "experts": 4, "average": 6}
+PROGRAMS = {"experts": "ppo", "average": "ppo"}
 """the trainer of a run that has a name of its own"""
 LEFT = {
     "sft": ["step-21", "step-24"],
     "ppo": ["step-6", "step-6-critic", "step-8", "step-8-critic"],
     "grpo": ["step-4", "step-6"],
     "experts": ["step-2", "step-2-critic", "step-4", "step-4-critic"],
+    "average": ["step-4", "step-6"],
 }
-EXPORTS = {"sft": ["latest", "best"], "ppo": ["latest", "critic_latest"], "grpo": ["latest"]}
+EXPORTS = {"sft": ["latest", "best"], "ppo": ["latest", "critic_latest"], "grpo": ["latest"], "average": ["latest"]}
 EXPORTS["experts"] = EXPORTS["ppo"]
 MACHINE = ("second", "time", "memory", "mfu")
 """parts of names that only metrics of the machine have"""
@@ -43,6 +44,9 @@ ENVIRONMENT = """
 async def step(state, action, extra_info):
     score = sum(letter.isalpha() for letter in action) / max(len(action), 1)
     return {"next_state": None, "reward": score, "score": score, "done": True, "extra_info": extra_info}
+
+def told(row, answer, siblings):
+    return row["prompt"] + siblings[0].text
 """
 
 
@@ -63,7 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
     """Return the options of a small run of a trainer, without the folder of its results.
 
-    The model of "grpo" and "experts" has experts, which "experts" divides among two ranks.
+    The model of "grpo" and "experts" has experts, which "experts" divides among two ranks. The student of "average" is
+    taught by the moving average of its weights.
     """
     sft = [
         f"actor.model_name={models['qwen2']}",
@@ -107,7 +112,12 @@ def options(models: dict[str, Path], folder: Path) -> dict[str, list[str]]:
         *("kl.type=reward", "kl.reward_estimator=k1", "kl.coef=0.001", "actor.router_aux_loss_coef=0.001"),
         f"trainer.total_steps={STEPS['experts']}",
     ]
-    return {"sft": sft, "ppo": ppo, "grpo": grpo, "experts": experts}
+    average = [
+        *(option for option in ppo if not option.startswith(("critic", "adv", "trainer.total"))),
+        *("distill.teacher.weights=average", "distill.teacher.decay=0.5"),
+        *(f"distill.teacher.context={folder / 'env.py'}:told", f"trainer.total_steps={STEPS['average']}"),
+    ]
+    return {"sft": sft, "ppo": ppo, "grpo": grpo, "experts": experts, "average": average}
 
 
 def command(ranks: int, trainer: str, options: Sequence[str], save_dir: Path, *further: str) -> list[str]:
@@ -214,6 +224,8 @@ def curve(save_dir: Path, first: int, last: int) -> list[dict[str, float]]:
         pytest.param("sft", 2, marks=pytest.mark.nightly),
         pytest.param("ppo", 2, marks=pytest.mark.nightly),
         pytest.param("experts", 2, marks=pytest.mark.nightly),
+        pytest.param("average", 1, marks=pytest.mark.nightly),
+        pytest.param("average", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_killed_run_ends_with_same_results(

@@ -122,13 +122,14 @@ def test_tensor_parallel_engines_of_two_ranks_have_the_same_logprobs(models: dic
 def test_unsupported_deterministic_models_are_refused_before_any_process_starts(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    model = models["qwen2"]
+    model, split = models["qwen2"], {"tp_size": 2, "tensor_parallel_size": 2}
     gelu = build_model_dir(tmp_path / "gelu", "llama", hidden=64, hidden_act="gelu")
     dropout = build_model_dir(tmp_path / "dropout", "qwen2", hidden=64, attention_dropout=0.1)
     cases = [
         (policy_module(gelu), {}, r"the model \(llama\) is not a Llama, Qwen2, Qwen3 or Qwen3-MoE with silu"),
         (critic_module(model), {}, "is not a Llama, Qwen2, Qwen3 or Qwen3-MoE"),
-        (policy_module(model, lora=LoraOptions()), {}, "adapters are merged"),
+        (policy_module(model, lora=LoraOptions(dropout=0.1)), {}, r"lora\.dropout=0\.1, which gives other bits"),
+        (policy_module(model, lora=LoraOptions()), split, "with tp_size=2 training"),
         (policy_module(dropout, disable_dropout=False), {}, r"attention dropout \(0.1\)"),
         (policy_module(model), {"param_dtype": "float64"}, "computes in float32, not in float64"),
         (policy_module(model), {"compute_dtype": "bfloat16"}, "computes in float32, not in bfloat16"),

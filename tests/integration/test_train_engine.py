@@ -575,9 +575,11 @@ def test_a_resumed_run_goes_on_exactly(build: Build, tmp_path: Path, before: int
     for batch in batches[:before]:
         engine.train_batch(batch, token_loss, num_counted)
         engine.step_lr_scheduler()
+        engine.average_weights(0.75)
     engine.save_state(tmp_path / "state", step=before)
     resumed = build(Scheduled, sizes[1], param_dtype="float64")
     resumed.train_batch(batches[-1], token_loss, num_counted)  # what it was before must not matter
+    resumed.average_weights(0.5)
     assert resumed.load_state(tmp_path / "state")["step"] == before
     for batch in batches[before:]:
         expected = engine.train_batch(batch, token_loss, num_counted)
@@ -585,8 +587,13 @@ def test_a_resumed_run_goes_on_exactly(build: Build, tmp_path: Path, before: int
         assert stats["lr"] == expected["lr"]
         assert engine.step_lr_scheduler() == resumed.step_lr_scheduler()
     tolerance = 0 if sizes[0] == sizes[1] else 1e-12
-    for name, tensor in engine.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], tensor, atol=tolerance, rtol=0)
+    assert {*resumed.has_average()} == {before > 0}
+    for _ in range(2):
+        for name, tensor in engine.state_dict().items():
+            torch.testing.assert_close(resumed.state_dict()[name], tensor, atol=tolerance, rtol=0)
+        for each in (engine, resumed):
+            each.average_weights(0.75)
+            each.exchange_average()
 
 
 def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(build: Build, tmp_path: Path) -> None:

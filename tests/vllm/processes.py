@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
 from rlite.backends.vllm.process import session_members
 from tests.integration.worlds import processes_with
+
+KEY = "a-key"
+"""key of `user_server`"""
+
+
+@contextmanager
+def user_server(path: Path, *options: str) -> Iterator[str]:
+    """The address of a server that a user starts by vLLM's own program; it may not answer yet."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--max-model-len", "256", "--dtype", "float32"]
+    command += ["--enforce-eager", "--max-num-seqs", "8", *options]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": KEY}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def servers(mark: str, value: str) -> list[int]:

@@ -9,26 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
+from rlite.assembly.quickstart.run import byte_tokenizer
 from rlite.errors import ConfigError, WeightSyncError
 from rlite.nn import LoraOptions
+from rlite.rollout.workflow import SingleTurnWorkflow
+from rlite.services.console.sinks import read_metrics
+from rlite.trainer.options import SamplingOptions, TrainerOptions
+from rlite.trainer.ppo import PpoTrainer
+from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.types import GenerationHyperparameters, LLMRequest
-from tests.integration.modules import POLICIES, make_batch, next_token_logprobs, num_counted, on_meta, token_loss
-from tests.integration.test_adapter_sync import interrupted
+from tests.adapters import ADAPTERS, PROMPTS, SAMPLED, assert_kept_versions, assert_served, interrupted, of_trainer
+from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta, token_loss
+from tests.integration.rewards import digits
 from tests.integration.worlds import MARK, ray_session
 from tests.tiny import build_model_dir
 from tests.vllm.processes import servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(840)]
-PROMPTS = [[1, 2, 3], [200, 7, 91, 4, 77, 8], [5], [9, 9], [1, 2, 3, 4], [60, 61]]
-SAMPLED = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 3}
-ADAPTERS = {
-    "wide": LoraOptions(rank=8, alpha=16.0),
-    "narrow": LoraOptions(rank=2, alpha=2.0, target_modules=["q_proj", "v_proj"]),
-    "mlp": LoraOptions(rank=5, alpha=3.0, target_modules=["layers.1.mlp.down_proj", "gate_proj"]),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,12 +41,6 @@ def learn(engine: RliteTrainEngine, name: str) -> None:
     for seed in range(2):
         engine.forward_backward(make_batch([9, 4, 17, 2], seed), token_loss, num_counted, adapter=name)
         engine.optimizer_step(name, lr=2e-2)
-
-
-def of_trainer(engine: RliteTrainEngine, ids: list[int], adapter: str | None) -> Tensor:
-    row = torch.tensor([ids])
-    batch = {"input_ids": row, "attention_mask": torch.ones_like(row)}
-    return engine.forward(batch, next_token_logprobs, adapter=adapter)[0, :-1]
 
 
 @pytest.mark.nightly
@@ -65,12 +58,10 @@ def test_vllm_serves_adapters_as_they_are_trained(tmp_path: Path) -> None:
         assert trainer.p2p_adapter_sync(engine, name).version == 1
     names: list[Any] = ["wide", "narrow", "mlp", None, "wide", "narrow"]
     together = engine.generate(PROMPTS, SAMPLED, adapter=names)
+    assert_served(trainer, engine, names)
     for prompt, name, output in zip(PROMPTS, names, together, strict=True):
-        made = output.outputs[0]
-        expected = of_trainer(trainer, [*prompt, *made.token_ids], name)[len(prompt) - 1 :]
-        torch.testing.assert_close(torch.tensor(made.logprobs), expected, atol=1e-5, rtol=0)
         (alone,) = engine.generate([prompt], SAMPLED, adapter=name)
-        assert alone.outputs[0].token_ids == made.token_ids
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
     assert together[3].outputs[0].token_ids == base[3].outputs[0].token_ids
     (found,) = engine.prompt_logprobs([PROMPTS[1]], adapter="mlp")
     torch.testing.assert_close(torch.tensor(found), of_trainer(trainer, PROMPTS[1], "mlp"), atol=1e-5, rtol=0)
@@ -119,3 +110,60 @@ def test_without_enable_lora_vllm_says_what_to_build(tmp_path: Path) -> None:
     engine = RliteInferenceEngine(path, executor="vllm")
     with pytest.raises(ConfigError, match="enable_lora=True"):
         engine.load_adapter("a", tmp_path)
+
+
+@pytest.mark.nightly
+def test_vllm_keeps_more_versions_than_one_batch_takes(tmp_path: Path) -> None:
+    path = build_model_dir(tmp_path / "qwen3", "qwen3", hidden=128)
+    engine = RliteInferenceEngine(path, executor="vllm")
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    engine.build(data_parallel_size=1, max_model_len=1024, max_num_seqs=8, dtype="float32", **lora)
+    trainer = RliteTrainEngine(on_meta(POLICIES["qwen3"], path))
+    trainer.build(data_parallel_size=1, colocate_with=engine)
+    trainer.add_adapter("wide", ADAPTERS["wide"])
+    learn(trainer, "wide")
+    assert_kept_versions(trainer, engine, tmp_path, learn, 900)
+    trainer.release()
+    engine.release()
+
+
+def lora_run(path: Path, folder: Path, lora: LoraOptions | None, **trainer: Any) -> PpoTrainer:
+    sampling = SamplingOptions(max_new_tokens=8)
+    options = PpoConfig(
+        actor=ActorOptions(model_name=str(path), lr=1e-2, lora=lora),
+        train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=2),
+        rollout=RolloutOptions(
+            executor="vllm",
+            executor_options={"enable_lora": True, "max_lora_rank": 8},
+            train_sampling_params=sampling,
+            max_model_len=64,
+            max_num_seqs=8,
+            dtype="float32",
+        ),
+        trainer=TrainerOptions(save_dir=str(folder), total_steps=3, **trainer),
+    )
+    rows = [{"messages": [{"role": "user", "content": f"{number}?"}]} for number in range(8)]
+    return PpoTrainer(options, SingleTurnWorkflow(digits, sampling.gconfig(), byte_tokenizer()), rows, ())
+
+
+@pytest.mark.nightly
+def test_a_run_with_vllm_sends_the_adapter_alone(tmp_path: Path) -> None:
+    path = build_model_dir(tmp_path / "qwen3", "qwen3", hidden=128)
+    made = lora_run(path, tmp_path / "run", LoraOptions(rank=8))
+    made.fit()
+    assert made.engines.sends_adapter
+    made.engines.rollout.release()
+    made.engines.actor.release()
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["logprob_drift"] < 1e-4 for line in lines)
+    assert lines[-1]["sync_bytes"] < 0.3 * (path / "model.safetensors").stat().st_size
+
+
+def test_a_run_whose_vllm_takes_adapters_alone_is_refused_if_it_needs_whole_weights(tmp_path: Path) -> None:
+    path = build_model_dir(tmp_path / "qwen3", "qwen3", hidden=128)
+    with pytest.raises(ConfigError, match=r"with enable_lora vLLM wraps its layers; .* needs a policy that gets new"):
+        lora_run(path, tmp_path / "run", None)
+    with pytest.raises(ConfigError, match=r"trainer\.evaluate=snapshot: with enable_lora .*; use in_turns"):
+        lora_run(path, tmp_path / "run", LoraOptions(rank=8), evaluate="snapshot")
+    assert not (tmp_path / "run").exists()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from rlite import RliteInferenceEngine
 from rlite.errors import DataError
 from tests.marks import nightly
 from tests.tiny import build_model_dir
+from tests.vllm.processes import KEY, user_server
 
 pytestmark = pytest.mark.timeout(840)
 
@@ -37,23 +34,14 @@ def local(path: Path) -> Iterator[RliteInferenceEngine]:
 
 @pytest.fixture(params=["raw_logprobs", *nightly("processed_logprobs")])
 def address(path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", "tiny", "--max-model-len", "256", "--dtype", "float32"]
-    command += ["--logprobs-mode", request.param, "--enforce-eager", "--max-num-seqs", "8"]
-    command += ["--enable-scale-out"]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": "a-key"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    process.wait(60)
+    with user_server(path, "--logprobs-mode", request.param, "--enable-scale-out") as url:
+        yield url
 
 
 def test_vllm_answers_greedily_as_the_local_engine_and_tells_how_it_counts(
     address: str, path: Path, local: RliteInferenceEngine, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
-    monkeypatch.setenv("RLITE_REMOTE_KEY", "a-key")
+    monkeypatch.setenv("RLITE_REMOTE_KEY", KEY)
     engine = RliteInferenceEngine(path, executor="remote")
     engine.build(addresses=[address], start_timeout_s=240.0, colocate_with=local)
     greedy, prompts = {"temperature": 0, "max_new_tokens": 24}, [[5, 6, 7], [8, 9]]

@@ -21,20 +21,23 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import batch_invariant, linear
-from rlite.backends.models.lora import LoraTrainModule, endings, stored_layers, target_layers
+from rlite.backends.models.lora import LoraTrainModule, base_name, endings, stored_layers, target_layers
 from rlite.backends.models.routing import NO_ROUTING
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.nn.base import BaseTrainModule
 from rlite.nn.options import LoraOptions
 from rlite.runtime.parallel import fsdp
+from rlite.runtime.parallel.context_parallel import reduce_scatter
 from rlite.runtime.replicas.adapters import AdapterWeights, Factors, check_fit
 from rlite.runtime.storage.atomic import publish, seal, staging
 
 OPTIMIZER = "optimizer.pt"
 """file of an adapter's optimizer state, beside PEFT's files"""
+ADDED_APART = "with tp_size={} training adds products in another order than serving; leave tp_size or deterministic out"
 
 
 class Learner(ABC):
@@ -95,6 +98,15 @@ class Learner(ABC):
     def has_gradients(self) -> bool:
         """Return whether any gradient is accumulated. A method of the user's module may have made or dropped it."""
         return any(parameter.grad is not None for parameter in self.parameters())
+
+    def accumulated(self) -> dict[str, Any]:
+        """Return plain values that belong to the accumulated gradients."""
+        return {"weight": self.weight, "is_finite": self.is_finite, "is_sum": self.is_sum}
+
+    def resume(self, accumulated: Mapping[str, Any]) -> None:
+        """Take over the result of `accumulated`; {} stands for no gradients."""
+        self.weight, self.is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
+        self.is_sum = accumulated.get("is_sum", False)
 
     def divisor(self, weight: float) -> float:
         """Return the number by which gradients are divided while they accumulate.
@@ -177,17 +189,17 @@ class Adapter(Learner):
     Args:
         module: the sharded module, with real weights.
         options: rank, scale and layers of the adapter.
-        dtype: dtype of the factors.
         seed: seed of the initial values, which depend on the seed and on the names of the layers alone.
-        is_invariant: compute products whose bits do not depend on the batch.
+        engine: options of the executor.
+        mesh: this rank's place in the mesh.
     """
 
     def __init__(
-        self, module: BaseTrainModule, options: LoraOptions, dtype: torch.dtype, seed: int, is_invariant: bool
+        self, module: BaseTrainModule, options: LoraOptions, seed: int, engine: Fsdp2Options, mesh: fsdp.TrainMesh
     ) -> None:
-        self.options, self._module = options, module
-        self._product = batch_invariant.linear if is_invariant else linear.linear
-        self._scale = options.alpha / options.rank
+        self.options, self._module, self._mesh = options, module, mesh
+        self._product = batch_invariant.linear if engine.deterministic else linear.linear
+        self._scale, dtype = options.alpha / options.rank, getattr(torch, engine.param_dtype)
         self.factors = {name: self._initial(name, dtype, seed) for name in target_layers(module, options)}
         self._stored = {stored: n for stored, (n, _) in stored_layers(module).items() if n in self.factors}
         """names of the layers by their names in PEFT's files"""
@@ -258,8 +270,10 @@ class Adapter(Learner):
             parameter.requires_grad_(False)
         try:
             for name, factors in self.factors.items():
-                hook = partial(self._add, factors)
-                hooks.append(self._module.get_submodule(name).register_forward_hook(hook))
+                layer: Any = self._module.get_submodule(name)
+                has_part = self._mesh.dims.tensor > 1 and layer.weight.placements[-1].is_shard(1)
+                add = self._add_row if has_part else self._add
+                hooks.append(layer.register_forward_hook(partial(add, factors)))
             yield
         finally:
             for handle in hooks:
@@ -268,11 +282,50 @@ class Adapter(Learner):
                 parameter.requires_grad_(True)
 
     def _add(self, factors: Factors, layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        x = args[0]
-        down, up = (factor.to(x.dtype) for factor in factors)
-        return output + self._product(self._product(x, down), up) * self._scale
+        """Return the output with the product added. A layer that is split by its outputs has a part of them here."""
+        down, up = (factor.to(args[0].dtype) for factor in factors)
+        if output.shape[-1] < len(up):
+            up = self._own(up, 0)
+        return output + self._product(self._product(args[0], down), up) * self._scale
+
+    def _add_row(self, factors: Factors, layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """Return the output of a layer that is split by its inputs, which has all outputs of this rank's tokens."""
+        x, (down, up) = args[0], (factor.to(args[0].dtype) for factor in factors)
+        if x.shape[-1] == down.shape[1]:  # the layer takes its part of a whole input
+            x = self._own(x, -1)
+        hidden = reduce_scatter(self._product(x, self._own(down, 1)), self._mesh.tensor.get_group(), dim=-2)
+        return output + self._product(hidden, up) * self._scale
+
+    def _own(self, whole: Tensor, dim: int) -> Tensor:
+        return whole.chunk(self._mesh.dims.tensor, dim)[self._mesh.tensor_rank]
 
     # -- values --------------------------------------------------------------------------------------------------
+
+    def state(self, is_whole: bool) -> dict[str, Any]:
+        """Return the state to resume from, as tensors on CPU and plain values.
+
+        Args:
+            is_whole: with what all ranks have alike; otherwise this rank's gradients alone.
+        """
+        own: dict[str, Any] = {**self.accumulated(), "gradients": [p.grad for p in self.parameters()]}
+        if is_whole:
+            own |= {"options": self.options.model_dump(), "values": self.parameters()}
+            own["optimizer"] = self._optimizer.state_dict()
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), own)
+
+    @torch.no_grad()
+    def take_state(self, whole: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Resume from a state.
+
+        Args:
+            whole: a state of any rank with what all ranks have alike.
+            own: the state of this rank.
+        """
+        self._optimizer.load_state_dict(whole["optimizer"])
+        for parameter, value, gradient in zip(self.parameters(), whole["values"], own["gradients"], strict=True):
+            parameter.copy_(value)
+            parameter.grad = None if gradient is None else gradient.to(parameter)
+        self.resume(own)
 
     def weights(self) -> AdapterWeights:
         """Return copies of the values on CPU."""
@@ -295,30 +348,28 @@ class Adapter(Learner):
         Raises:
             CheckpointError: the state belongs to another adapter. Nothing was changed.
         """
-        before = self._optimizer.state_dict()
-        if state is not None:
+        if state is None:
+            self._optimizer.state.clear()
+        else:
+            before, why = self._optimizer.state_dict(), "its tensors have other shapes"
             try:
                 self._optimizer.load_state_dict(dict(state))
-                shapes = [self._optimizer.state[p]["exp_avg"].shape == p.shape for p in self._optimizer.state]
+                fits = all(own["exp_avg"].shape == p.shape for p, own in self._optimizer.state.items())
             except (LookupError, TypeError, ValueError, AttributeError) as error:
+                fits, why = False, str(error)
+            if not fits:
                 self._optimizer.load_state_dict(before)
-                raise CheckpointError(f"the optimizer's state belongs to another adapter: {error}") from error
-            if not all(shapes):
-                self._optimizer.load_state_dict(before)
-                raise CheckpointError("the optimizer's state belongs to another adapter: its tensors have other shapes")
-        else:
-            self._optimizer.state.clear()
+                raise CheckpointError(f"the optimizer's state belongs to another adapter: {why}")
         self.forget()
         for stored, name in self._stored.items():
             for own, value in zip(self.factors[name], given.factors[stored], strict=True):
                 own.copy_(value)
 
-    def write(self, path: Path, base: str | None, facts: Mapping[str, Any]) -> None:
+    def write(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Write PEFT's files and the optimizer's state, whole or not at all. Gradients are left out.
 
         Args:
             path: the folder to make or replace.
-            base: name or path of the base model, for PEFT.
             facts: JSON-serialisable facts, sealed with the files.
 
         Raises:
@@ -326,7 +377,7 @@ class Adapter(Learner):
         """
         try:
             folder = staging(path)
-            self.weights().write(folder, base, sorted(endings(self._module, self.factors)))
+            self.weights().write(folder, base_name(self._module), sorted(endings(self._module, self.factors)))
             torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
             seal(folder, facts)
             publish(folder, path)
@@ -359,7 +410,7 @@ def check_adapter(module: BaseTrainModule, options: Fsdp2Options, adapter: LoraO
     has_own = isinstance(module, LoraTrainModule) and module.lora is not None
     obstacles = {
         "the module has adapters of its own (actor.lora, add_lora)": has_own,
-        f"tp_size={options.tp_size} divides the layers; build with tp_size=1": options.tp_size > 1,
+        ADDED_APART.format(options.tp_size): options.tp_size > 1 and options.deterministic,
         f"compile={options.compile!r} has compiled the layers without adapters; leave it out": bool(options.compile),
         "router_aux_loss_coef trains the whole module; leave it out": options.router_aux_loss_coef > 0,
         f"dropout={adapter.dropout} would draw from other adapters' numbers; set it to 0": adapter.dropout > 0,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rlite.backends.fsdp2.batch_runner import BatchRunner
 from rlite.backends.fsdp2.compiled import CompiledLayers, check_compile
-from rlite.backends.fsdp2.learners import OPTIMIZER, Adapter, WholeModule, check_adapter, read_adapter
+from rlite.backends.fsdp2.learners import ADDED_APART, OPTIMIZER, Adapter, WholeModule, check_adapter, read_adapter
 from rlite.backends.fsdp2.memory import Choice, Savings, choose, footprint_of, free_bytes
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import huggingface, linear
@@ -38,6 +38,7 @@ from rlite.backends.models.expressions import Held
 from rlite.backends.models.huggingface import HuggingFaceFsdp2TrainModule
 from rlite.backends.models.lora import LoraTrainModule, own_adapter
 from rlite.backends.models.stored import StoredCheckpoint, StoredForm, buffer_shards, stored_buffers, stored_form
+from rlite.backends.models.teachers import TaughtModule
 from rlite.engine.registry import TrainBackend
 from rlite.engine.user_module import take_class
 from rlite.errors import CheckpointError, ConfigError, why_not_written
@@ -433,8 +434,7 @@ class Fsdp2Worker(BatchRunner):
             options: rank, scale and layers.
             seed: seed of the initial values.
         """
-        dtype = getattr(torch, self._options.param_dtype)
-        self._adapters[name] = Adapter(self.module, options, dtype, seed, self._options.deterministic)
+        self._adapters[name] = Adapter(self.module, options, seed, self._options, self._mesh)
 
     def remove_adapter(self, name: str) -> None:
         """Drop an adapter with its gradients and its optimizer."""
@@ -456,8 +456,7 @@ class Fsdp2Worker(BatchRunner):
             facts: JSON-serialisable facts, sealed with the files.
         """
         if self._context.rank == 0:
-            base = getattr(getattr(self.module, "config", None), "_name_or_path", None)
-            self._adapters[name].write(Path(path), base, facts)
+            self._adapters[name].write(Path(path), facts)
 
     def load_adapter(self, name: str, path: str, has_state: bool) -> None:
         """Read an adapter; see `AdapterTrainWorker.load_adapter`.
@@ -500,31 +499,60 @@ class Fsdp2Worker(BatchRunner):
 
     def load_state(self, path: str) -> None:
         """Resume from the state that `save_state` wrote; see `TrainWorker.load_state`."""
-        self._resume(sharded.load(Path(path), self._trained, self._context.rank, self._everyone))
+        folder = Path(path)
+        whole = sharded.load_values(folder / "rank-0.pt").get("accumulated", {})
+        self._check_layout(folder, whole)
+        self._resume(sharded.load(folder, self._trained, self._context.rank, self._everyone), whole)
 
     def pack_state(self) -> bytes:
         """Return this rank's state to resume from; see `TrainWorker.pack_state`."""
-        return sharded.pack(self._snapshot(is_copied=False))
+        return sharded.pack(self._snapshot(is_copied=False, is_packed=True))
 
     def unpack_state(self, packed: bytes) -> None:
         """Resume from the state that `pack_state` returned; see `TrainWorker.unpack_state`."""
-        self._resume(sharded.unpack(packed, self._trained))
+        own = sharded.unpack(packed, self._trained)
+        self._resume(own, own)
 
-    def _snapshot(self, is_copied: bool, memory: host_memory.HostMemory | None = None) -> sharded.Snapshot:
-        whole = self._whole
-        accumulated: dict[str, Any] = {"weight": whole.weight, "is_finite": whole.is_finite, "is_sum": whole.is_sum}
+    def _snapshot(
+        self, is_copied: bool, memory: host_memory.HostMemory | None = None, is_packed: bool = False
+    ) -> sharded.Snapshot:
+        is_whole = is_packed or self._context.rank == 0  # a checkpoint holds once what all ranks have alike
+        accumulated = self._whole.accumulated()
+        if self._adapters:
+            accumulated["adapters"] = {name: each.state(is_whole) for name, each in self._adapters.items()}
+            accumulated["layout"] = self._layout
         if self.module.routing is not None:
             accumulated["routing"] = self.module.routing.state_dict()
         return sharded.snapshot(self._trained, is_copied, memory, accumulated)
 
     @property
     def _trained(self) -> sharded.Trained:
-        return sharded.Trained(self.module, self.module.optimizer, self.module.lr_scheduler)
+        averages = self.module.teacher_averages if isinstance(self.module, TaughtModule) else None
+        return sharded.Trained(self.module, self.module.optimizer, self.module.lr_scheduler, averages)
 
-    def _resume(self, accumulated: dict[str, Any]) -> None:
-        whole = self._whole
-        whole.weight, whole.is_finite = accumulated.get("weight", 0.0), accumulated.get("is_finite", True)
-        whole.is_sum = accumulated.get("is_sum", False)
+    @property
+    def _layout(self) -> list[int]:
+        """Numbers on which the accumulated gradients of adapters depend."""
+        return [self._context.world_size, self._mesh.num_averaged]
+
+    def _check_layout(self, folder: Path, whole: Mapping[str, Any]) -> None:
+        for name, own in whole.get("adapters", {}).items():
+            if whole["layout"] != self._layout and any(gradient is not None for gradient in own["gradients"]):
+                told = f"ranks in another layout have accumulated gradients of the adapter {name!r}"
+                raise CheckpointError(f"{folder}: {told}; resume in that layout, or save after optimizer_step")
+
+    def _resume(self, accumulated: dict[str, Any], whole: Mapping[str, Any]) -> None:
+        """Take over what belongs to the gradients, and adapters.
+
+        Args:
+            accumulated: this rank's.
+            whole: that of a rank which holds adapters whole.
+        """
+        self._whole.resume(accumulated)
+        self._adapters = {}
+        for name, own in accumulated.get("adapters", {}).items():
+            self.add_adapter(name, LoraOptions(**whole["adapters"][name]["options"]), 0)
+            self._adapters[name].take_state(whole["adapters"][name], own)
         if self.module.routing is not None:
             self.module.routing.load_state_dict(accumulated.get("routing", {}))
         self.module.on_state_loaded()
@@ -638,6 +666,8 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
         module.check_context_parallel(options.sp_size)
     if options.deterministic:
         module.check_deterministic(current_session().device)
+        if options.tp_size > 1 and module.lora is not None:
+            raise ConfigError(f"adapters with deterministic=true: {ADDED_APART.format(options.tp_size)}")
     if options.compile:
         check_compile(module, options.tp_size, options.use_liger_kernel)
     if options.use_liger_kernel:

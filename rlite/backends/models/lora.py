@@ -110,19 +110,18 @@ class LoraTrainModule(BaseTrainModule):
         )
 
     def check_deterministic(self, device_type: str) -> None:
-        """Refuse adapters: the served weights have them merged, and the product with a sum has other bits.
+        """Refuse adapters that engines do not serve beside their base: merged into the weights they have other bits.
 
         Args:
             device_type: type of the devices of the workers.
 
         Raises:
-            ConfigError: the module has adapters, or cannot be computed deterministically anyway.
+            ConfigError: the module has such adapters, or cannot be computed deterministically anyway.
         """
         if self.lora is not None:
-            raise ConfigError(
-                "deterministic=true: adapters are merged into the served weights, so log-probabilities with adapters "
-                "beside the weights are not the served ones bit for bit; leave lora or deterministic out"
-            )
+            told = f"lora.dropout={self.lora.dropout}" if self.lora.dropout else self.adapter_obstacle()
+            if told:
+                raise ConfigError(f"deterministic=true: {told}, which gives other bits; leave one of them out")
         super().check_deterministic(device_type)
 
     @contextmanager
@@ -245,12 +244,11 @@ class LoraTrainModule(BaseTrainModule):
         places = {name: own[id(p)] for name, p in self.named_parameters(remove_duplicate=False) if id(p) in own}
         adapted = [name.removesuffix(_DOWN) for name in places if name.endswith(_DOWN)]
         layers = {name for name in adapted if not wraps_parameter(self.get_submodule(name))}
-        base = getattr(getattr(self, "config", None), "_name_or_path", None)
         whole = [_SCORE] if isinstance(self, HuggingFaceFsdp2ScoreModule) else None
         # all-linear: layers of the base as it is now, which an opener's may not be
         named = endings(self, layers) if self.lora.target_modules == [ALL_LINEAR] else set(self.lora.target_modules)
         taken = {name for name in named if experts_of(self) and name.rpartition(".")[2] in _TAKEN}
-        changes = {"base_model_name_or_path": base, "inference_mode": True, "modules_to_save": whole}
+        changes = {"base_model_name_or_path": base_name(self), "inference_mode": True, "modules_to_save": whole}
         config = self._peft_config(self.lora, sorted(named - taken), **changes)
         if taken:  # PEFT leaves parameters where they are, and computes the same, but without dropout
             if config.lora_dropout:
@@ -263,6 +261,11 @@ class LoraTrainModule(BaseTrainModule):
             for name, tensor in places.items()
         }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def base_name(module: nn.Module) -> str | None:
+    """Return the folder or hub name from which a model was made, for PEFT; None if it was made otherwise."""
+    return module.config._name_or_path or None if isinstance(module, PreTrainedModel) else None
 
 
 def target_layers(module: nn.Module, options: LoraOptions) -> list[str]:

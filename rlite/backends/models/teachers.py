@@ -20,6 +20,7 @@ from rlite.data.packs import check_has
 from rlite.errors import ConfigError
 from rlite.nn.base import BaseTrainModule
 from rlite.runtime.parallel import fsdp
+from rlite.runtime.parallel.host_memory import host_like
 
 Source = tuple[Tensor, Head | TeacherTokens]
 """rows that have a teacher, and what it says there"""
@@ -70,8 +71,10 @@ class TeacherHeads(nn.Module):
 class TaughtModule(BaseTrainModule):
     """A causal model that teachers may teach, and that may be a teacher."""
 
-    teacher_average: list[Tensor] | None = None
-    """moving averages of this rank's parts of the trained parameters, on the host"""
+    @property
+    def teacher_averages(self) -> dict[str, Tensor]:
+        """Moving averages of the trained parameters by name, on the host; none before the first."""
+        return vars(self).setdefault("kept_teacher_averages", {})
 
     @property
     def teacher_heads(self) -> TeacherHeads:
@@ -122,8 +125,8 @@ class TaughtModule(BaseTrainModule):
         return whole[0], whole[1], not any(place or ())
 
     def has_average(self) -> bool:
-        """Return whether moving averages are here: not after a worker was started again."""
-        return self.teacher_average is not None
+        """Return whether moving averages are here. Checkpoints hold them."""
+        return bool(self.teacher_averages)
 
     @torch.no_grad()
     def average_weights(self, decay: float) -> None:
@@ -132,17 +135,18 @@ class TaughtModule(BaseTrainModule):
         Args:
             decay: share of the average that stays. The first call takes the weights as they are.
         """
-        weights = [fsdp.local_tensor(p.detach()) for p in self.parameters() if p.requires_grad]
-        if self.teacher_average is None:
-            self.teacher_average = [weight.cpu().clone() for weight in weights]
-        for average, weight in zip(self.teacher_average, weights, strict=True):
-            average.lerp_(weight.to(average.device), 1 - decay)
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        if not self.teacher_averages:
+            self.teacher_averages.update((name, host_like(p)) for name, p in trained.items())
+        for name, parameter in trained.items():
+            average = fsdp.local_tensor(self.teacher_averages[name])
+            average.lerp_(fsdp.local_tensor(parameter.detach()).to(average.device), 1 - decay)
 
     @torch.no_grad()
     def exchange_average(self) -> None:
         """Exchange the weights for their averages, or back."""
-        weights = [fsdp.local_tensor(p.detach()) for p in self.parameters() if p.requires_grad]
-        for average, weight in zip(self.teacher_average or (), weights, strict=True):
+        for name, whole in self.teacher_averages.items():
+            average, weight = fsdp.local_tensor(whole), fsdp.local_tensor(self.get_parameter(name).detach())
             kept = weight.to(average.device, copy=True)
             weight.copy_(average)
             average.copy_(kept)

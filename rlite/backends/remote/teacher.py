@@ -12,15 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlite.algorithms.divergence import LEAST
 from rlite.backends.serving.http import CallRefused, Endpoint
-from rlite.errors import ConfigError, RliteError, WorkerError
+from rlite.errors import ConfigError, DataError, RliteError, WorkerError
 
 PROBE = "Six boxes: 3.14159 + \u00bd \u2192 na\u00efve \u6f22\u5b57\n\tif x == 10:\n\t\treturn  'no'"
 """text of words, numbers, white space and several scripts, which two tokenizers hardly cut alike"""
 CALL_S = 600.0
 """time limit of a call, which a busy server may need"""
+PROBE_S = 60.0
+"""time limit of a call before work starts"""
 ATTEMPTS = 3
 """calls until a server that does not answer ends the run"""
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
+"""errors of reading an answer of another form"""
+ROUNDING = 1e-3
+"""by which a logarithm of a probability may exceed 0"""
 Prompt = str | Sequence[int]
 
 
@@ -115,7 +122,7 @@ class ServedTeacher:
         self, endpoint: Endpoint, model: str, what: str, tokenizer: Any, k: int, max_concurrent: int = 32
     ) -> None:
         self._endpoint, self._model, self._what, self._k = endpoint, model, what, k
-        self._max_concurrent = max_concurrent
+        self._max_concurrent, self._vocab_size = max_concurrent, len(tokenizer)
         self._form = self._probed(tokenizer)
 
     def logprobs(self, rows: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,39 +131,55 @@ class ServedTeacher:
         Raises:
             RliteError: the server gave no answer, or an answer that does not fit its request.
         """
-        with ThreadPoolExecutor(self._max_concurrent) as pool:
+        pool = ThreadPoolExecutor(self._max_concurrent)
+        try:
             found = list(pool.map(self._row, rows))
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error no further row is asked for
         return [ids for ids, _ in found], [logprobs for _, logprobs in found]
 
     def _row(self, row: Sequence[int]) -> tuple[Tensor, Tensor]:
-        said = self._ask(self._form, row)
-        if len(said) != len(row):
-            raise RliteError(f"{self._what}: {len(said)} tokens in the answer, and the prompt has {len(row)}")
         ids = torch.full((len(row), max(self._k, 1)), -1)
         logprobs = torch.zeros(ids.shape)
-        for number, (token, each) in enumerate(zip(row, said, strict=True)):
-            if each is None:
-                continue
-            if self._form.tells_ids and each.own != token:
-                raise RliteError(f"{self._what}: the answer has token {each.own} where the prompt has {token}")
-            pairs = each.likeliest[: self._k] if self._k else [(token, each.logprob)]
-            if len(pairs) < self._k:
-                raise RliteError(f"{self._what}: {len(pairs)} likeliest tokens in the answer, and distill.k={self._k}")
-            ids[number] = torch.tensor([token for token, _ in pairs])
-            logprobs[number] = torch.tensor([logprob for _, logprob in pairs])
+        try:
+            said = self._ask(self._form, row)
+            if len(said) != len(row):
+                raise DataError(f"{len(said)} tokens in it, and the prompt has {len(row)}")
+            for number, (token, each) in enumerate(zip(row[1:], said[1:], strict=True), start=1):
+                pairs = self._pairs(token, each)
+                ids[number] = torch.tensor([token if token < self._vocab_size else -1 for token, _ in pairs])
+                logprobs[number] = torch.tensor([logprob for _, logprob in pairs]).clamp(min=LEAST)
+        except MALFORMED as error:
+            told = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
+            raise RliteError(f"{self._what}: an answer cannot be used: {told}") from error
         return ids, logprobs
 
-    def _ask(self, form: Form, prompt: Prompt) -> list[Said | None]:
-        for attempt in range(ATTEMPTS):
-            try:
-                answer = self._endpoint.call(form.path, form.body(self._model, prompt, self._k), CALL_S)
-                return form.read(answer)
-            except CallRefused:
+    def _pairs(self, token: int, said: Said | None) -> list[tuple[int, float]]:
+        """Return the ids and log-probabilities that the answer has at a token of the prompt.
+
+        Raises:
+            DataError: the answer has others, or none.
+        """
+        if said is None:
+            raise DataError("a token after the first has no log-probability")
+        if self._form.tells_ids and said.own != token:
+            raise DataError(f"it has token {said.own} where the prompt has {token}")
+        pairs = said.likeliest[: self._k] if self._k else [(token, said.logprob)]
+        if len({token for token, _ in pairs}) < self._k:
+            raise DataError(f"{len({*pairs})} likeliest tokens in it, and distill.k={self._k}")
+        if not all(token >= 0 and logprob <= ROUNDING for token, logprob in pairs):  # NaN is not
+            raise DataError(f"{pairs[:3]} are no ids with log-probabilities")
+        return pairs
+
+    def _ask(self, form: Form, prompt: Prompt, attempts: int = ATTEMPTS, limit_s: float = CALL_S) -> list[Said | None]:
+        try:
+            return form.read(self._endpoint.call(form.path, form.body(self._model, prompt, self._k), limit_s))
+        except CallRefused:
+            raise
+        except WorkerError:
+            if attempts == 1:
                 raise
-            except WorkerError:
-                if attempt == ATTEMPTS - 1:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+        return self._ask(form, prompt, attempts - 1, limit_s)
 
     def _probed(self, tokenizer: Any) -> Form:
         """Return the interface of the server.
@@ -167,10 +190,10 @@ class ServedTeacher:
         expected, refusals = tokenizer(PROBE)["input_ids"], []
         for kind, form in FORMS.items():
             try:
-                said = self._ask(form, PROBE)
+                said = self._ask(form, PROBE, limit_s=PROBE_S)
             except CallRefused as error:
                 refusals.append(f"{kind}: {error.message}")
-            except (LookupError, TypeError, ValueError) as error:
+            except MALFORMED as error:
                 refusals.append(f"{kind}: no log-probabilities of the prompt ({type(error).__name__}: {error})")
             else:
                 self._check(kind, form, said, expected, tokenizer)

@@ -133,6 +133,11 @@ def with_block(value: Tensor, block: Tensor) -> Tensor:
     return DTensor(block, value._spec, requires_grad=False) if isinstance(value, DTensor) else block
 
 
+def host_like(value: Tensor) -> Tensor:
+    """Return a copy of a tensor, a DTensor or not, whose local part lies in host memory."""
+    return with_block(value, local_tensor(value.detach()).to("cpu", copy=True))
+
+
 @dataclass(frozen=True)
 class DeviceUsage:
     """A worker's device and its peak memory since the previous query."""

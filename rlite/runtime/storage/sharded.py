@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rlite.errors import CheckpointError, DamagedCheckpointError, why_not_written
 from rlite.files import expect
 from rlite.runtime.parallel.fsdp import local_tensor
-from rlite.runtime.parallel.host_memory import HostMemory, with_block
+from rlite.runtime.parallel.host_memory import HostMemory, host_like, with_block
 from rlite.runtime.storage.atomic import hash_files, publish, seal
 
 METADATA = "metadata.json"
@@ -237,11 +237,13 @@ cannot wait for each other."""
 
 
 class Trained(NamedTuple):
-    """A sharded module, with its optimizer and its learning-rate scheduler if it has them."""
+    """A sharded module, with its optimizer, its learning-rate scheduler and averages if it has them."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Scheduler | None = None
+    averages: dict[str, Tensor] | None = None
+    """moving averages of parameters by name, sharded alike, on the host. Reading replaces the entries"""
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ class Snapshot:
     """State of one rank at a step boundary."""
 
     shared: dict[str, Any]
-    """tensors of all ranks: "model", "optimizer", "gradients" """
+    """tensors of all ranks: "model", "optimizer", "gradients", "averages" """
     own: dict[str, Any]
 
 
@@ -262,12 +264,12 @@ def snapshot(
         trained: the module and its optimizer.
         is_copied: copy the state to host memory, so that training may go on while it is written.
         memory: host memory to copy to; an earlier snapshot there is overwritten. None allocates.
-        accumulated: plain values that belong to the gradients; `load` returns them.
+        accumulated: plain values and tensors that belong to the gradients; `load` returns them.
 
     Returns:
         The state; without a copy it refers to the live tensors.
     """
-    module, optimizer, scheduler = trained
+    module, optimizer, scheduler, averages = trained
     stepped = _with_state(module, optimizer)
     gradients = [name for name, parameter in module.named_parameters() if parameter.grad is not None]
     own: dict[str, Any] = {
@@ -276,9 +278,12 @@ def snapshot(
         "settings": _settings(optimizer),
         "stepped": stepped,
         "gradients": gradients,
+        "averages": [*(averages or ())],
         "accumulated": dict(accumulated or {}),
     }
     shared = _shared(module, optimizer if stepped else None, gradients)
+    if averages:
+        shared["averages"] = dict(averages)
     if is_copied:
         shared, own = _on_host(shared, memory or HostMemory()), deepcopy(own)
     return Snapshot(shared, own)
@@ -362,7 +367,7 @@ def load(folder: Path, trained: Trained, rank: int, group: dist.ProcessGroup) ->
     """
     file = folder / f"rank-{rank}.pt"
     own = load_values(file if file.exists() else folder / "rank-0.pt")
-    module, optimizer, _ = trained
+    module, optimizer = trained.module, trained.optimizer
     _check_model(folder, module)
     if own["stepped"] and optimizer is None:
         raise CheckpointError(f"{folder}: it holds an optimizer's state, and this module has none to take it")
@@ -428,7 +433,7 @@ def _take(own: Mapping[str, Any], read: Callable[[dict[str, Any]], None], traine
         read: fills the tensors that all ranks share.
         trained: the module that takes the weights, and its optimizer.
     """
-    module, optimizer, scheduler = trained
+    module, optimizer, scheduler, averages = trained
     module.zero_grad(set_to_none=True)
     for name in own["gradients"]:
         parameter = module.get_parameter(name)
@@ -439,6 +444,10 @@ def _take(own: Mapping[str, Any], read: Callable[[dict[str, Any]], None], traine
     filled = state["optimizer"]["state"] if own["stepped"] else {}
     if own["stepped"]:
         state["optimizer"]["state"] = {name: filled[name] for name in own["stepped"]}
+    if averages is not None:
+        averages.clear()
+        averages |= {name: host_like(module.get_parameter(name)) for name in own.get("averages", ())}
+        state |= {"averages": averages} if averages else {}
     read(state)
     states.set_model_state_dict(module, state["model"])
     if optimizer is not None:

@@ -41,7 +41,8 @@ class Critic:
     def with_values(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `values` [N, L], for each token the value of the state before it."""
         self._engines.move_to_device(self._engine)
-        return with_keys(batch, values=self._engine.forward(batch.exclude(ROUTED), own_values, self._longest))
+        own = batch.exclude(ROUTED, "teacher_hidden")
+        return with_keys(batch, values=self._engine.forward(own, own_values, self._longest))
 
     @stats_tracker.record_timing("update_critic")
     def update(self, batch: TensorDict) -> None:
@@ -49,7 +50,8 @@ class Critic:
         self._engines.move_to_device(self._engine)
         self._engine.train()
         for rows in torch.arange(len(batch)).tensor_split(min(self._num_updates, len(batch))):
-            stats = self._engine.train_batch(batch[rows].exclude(ROUTED), self._loss, self._loss.weight)
+            own = batch.exclude(ROUTED, "teacher_hidden")[rows]
+            stats = self._engine.train_batch(own, self._loss, self._loss.weight)
             self._engine.step_lr_scheduler()
             with stats_tracker.scope("critic"):
                 stats_tracker.scalar(**loss_stats(stats))

@@ -8,6 +8,7 @@ import rlite
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
+from rlite.runtime.replicas.replica import Capabilities
 from rlite.trainer.model.modules import critic_module, policy_module, trained_engine
 from rlite.trainer.model.options import ModelOptions, frozen_build_options
 from rlite.trainer.options import TrainerOptions
@@ -73,6 +74,33 @@ def models_beside(options: PpoConfig, engines: Engines) -> list[tuple[RliteTrain
     return [(engine, own) for engine, own in found if engine is not None]
 
 
+def _sends_adapter(options: PpoConfig, actor: Any, can: Capabilities) -> bool:
+    """Return whether weight syncs send the actor's adapter alone.
+
+    Args:
+        options: the run's config.
+        actor: the actor's module.
+        can: capabilities of the rollout engine.
+
+    Raises:
+        ConfigError: `rollout.adapter_sync` asks for it, or exact bits need it, and it is not possible.
+    """
+    rollout, why_not = options.rollout, can.adapter_obstacle
+    obstacles = (
+        actor.adapter_obstacle(),
+        "its executor serves no adapters" if why_not is None else why_not(rollout.executor_options),
+        "rollout.verify_sync compares whole weights" if rollout.verify_sync else "",
+        "rollout.adapter_sync=false merges it into the weights" if rollout.adapter_sync is False else "",
+    )
+    found = [told for told in obstacles if told]
+    if rollout.adapter_sync and found:
+        raise ConfigError(f"rollout.adapter_sync=true: {found[0]}; leave it out, or set it to false")
+    if options.actor.deterministic and options.actor.lora is not None and found:
+        told = "the adapter has to travel alone, for merged weights have other bits"
+        raise ConfigError(f"actor.deterministic=true with actor.lora: {told}, and {found[0]}")
+    return not found
+
+
 class DevicePlan:
     """Makes the engines of a run, and places them.
 
@@ -94,8 +122,6 @@ class DevicePlan:
         rollout = self._inference_engine()
         check_engine(options.rollout, rollout.extras)
         can, told = rollout.capabilities, f"rollout.executor={rollout.executor_name}"
-        if obstacle := can.sync_obstacle(options.rollout.executor_options):
-            raise ConfigError(f"{told}: {obstacle}, and training needs a policy that gets new weights")
         if can.has_shared_weights and trainer.evaluate != "in_turns":
             why = "evaluations would have weights of their own, and the servers serve one policy"
             raise ConfigError(f"{told}, trainer.evaluate={trainer.evaluate}: {why}; use trainer.evaluate=in_turns")
@@ -108,6 +134,12 @@ class DevicePlan:
             reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
         evaluation = None if trainer.evaluate == "in_turns" else self._inference_engine()
         trained = trained_engine(policy_module, actor, num_updates)
+        self._sends_adapter = _sends_adapter(options, trained.module, can)
+        if obstacle := can.sync_obstacle(options.rollout.executor_options):
+            if not self._sends_adapter:
+                raise ConfigError(f"{told}: {obstacle}, and training needs a policy that gets new weights")
+            if trainer.evaluate != "in_turns":
+                raise ConfigError(f"{told}, trainer.evaluate={trainer.evaluate}: {obstacle}; use in_turns")
         self.routing = RoutingReplay.of(actor.routing_replay, trained.module, rollout)
         """the experts that training replays"""
         teachers = {
@@ -143,7 +175,7 @@ class DevicePlan:
             if has_residency:
                 engines.rollout.cuda()
         default = session.device == "cuda" if actor.offload_model is None else actor.offload_model
-        engines.verify_every, engines.sends_adapter = rollout.verify_sync, self._sends_adapter()
+        engines.verify_every, engines.sends_adapter = rollout.verify_sync, self._sends_adapter
         engines.is_apart = rollout.max_head_offpolicyness > 0
         can_leave = engines.rollout.capabilities.has_residency and not engines.is_apart
         engines.takes_turns = {engines.rollout: default and can_leave}
@@ -157,25 +189,6 @@ class DevicePlan:
             self._build_inference(engines.evaluation, num_evaluating)
         if self._rewards is not None:
             self._rewards.build_beside(engines.rollout, num_generating, options.trainer.seed)
-
-    def _sends_adapter(self) -> bool:
-        """Return whether weight syncs send the actor's adapter alone.
-
-        Raises:
-            ConfigError: `rollout.adapter_sync` asks for it, and it is not possible.
-        """
-        rollout, engine = self._options.rollout, self.engines.rollout
-        actor: Any = self.engines.actor.module
-        why_not = engine.capabilities.adapter_obstacle
-        obstacles = (
-            actor.adapter_obstacle(),
-            "its executor serves no adapters" if why_not is None else why_not(vars(engine.options)),
-            "rollout.verify_sync compares whole weights" if rollout.verify_sync else "",
-        )
-        found = [told for told in obstacles if told]
-        if rollout.adapter_sync and found:
-            raise ConfigError(f"rollout.adapter_sync=true: {found[0]}; leave it out, or set it to false")
-        return not found and rollout.adapter_sync is not False
 
     def _inference_engine(self) -> RliteInferenceEngine:
         rollout, name = self._options.rollout, self._options.actor.model_name

@@ -109,33 +109,19 @@ OWN_PROMPT = View(0)
 """one teacher reads what the student reads"""
 
 
+@dataclass(frozen=True)
 class Context:
-    """The prompts that teachers see, which functions of the user make.
+    """The prompts that teachers see, which functions of the user make."""
 
-    Args:
-        options: the teachers.
-        functions: function of each teacher's `context`, by its name.
-        rows: returns the row of the training data with a key.
-        encode: tokenises a prompt: a text, or a list of messages.
-        decode: returns the text of tokens.
-    """
-
-    def __init__(
-        self,
-        options: DistillationOptions,
-        functions: Mapping[str, Callable[..., Any]],
-        rows: Callable[[int], Mapping[str, Any]],
-        encode: Callable[[Any], Sequence[int]],
-        decode: Callable[[Sequence[int]], str],
-    ) -> None:
-        self._options, self._functions, self._rows, self._encode, self._decode = (
-            options,
-            functions,
-            rows,
-            encode,
-            decode,
-        )
-        self._names = list(options.teacher)
+    options: DistillationOptions
+    functions: Mapping[str, Callable[..., Any]]
+    """function of each teacher's `context`, by its name"""
+    rows: Callable[[int], Mapping[str, Any]]
+    """returns the row of the training data with a key"""
+    encode: Callable[[Any], Sequence[int]]
+    """tokenises a prompt: a text, or a list of messages"""
+    decode: Callable[[Sequence[int]], str]
+    """returns the text of tokens"""
 
     def views(self, batch: TensorDict) -> list[View]:
         """Return what the teacher of each row reads.
@@ -146,24 +132,26 @@ class Context:
         Raises:
             DataError: a row names no teacher of the run, or a context is no prompt.
         """
-        rows = [self._rows(int(key)) for key in batch["row_key"]]
+        rows = [self.rows(int(key)) for key in batch["row_key"]]
         names = [self._name(row) for row in rows]
         answers: list[Answer] = []
-        if self._functions:
+        if self.functions:
             rewards = batch["rewards"].float()
             rewards = rewards if rewards.dim() == 1 else rewards.sum(1)
             for number, mask in enumerate(batch["loss_mask"].bool()):
-                text = self._decode(batch["input_ids"][number][mask].tolist())
+                text = self.decode(batch["input_ids"][number][mask].tolist())
                 answers.append(Answer(text, float(rewards[number])))
         groups = batch["group_ids"].tolist()
         return [self._view(number, name, rows, answers, groups) for number, name in enumerate(names)]
 
     def _name(self, row: Mapping[str, Any]) -> str:
-        by = self._options.by
+        by = self.options.by
         if by is None:
-            return self._names[0]
-        if not isinstance(name := row.get(by), str) or name not in self._names:
-            raise DataError(f"distill.by={by}: a row has {name!r:.200}; expected one of {', '.join(self._names)}")
+            return next(iter(self.options.teacher))
+        if not isinstance(name := row.get(by), str) or name not in self.options.teacher:
+            raise DataError(
+                f"distill.by={by}: a row has {name!r:.200}; expected one of {', '.join(self.options.teacher)}"
+            )
         return name
 
     def _view(
@@ -174,18 +162,18 @@ class Context:
         answers: Sequence[Answer],
         groups: Sequence[int],
     ) -> View:
-        teacher, function = self._names.index(name), self._functions.get(name)
+        teacher, function = [*self.options.teacher].index(name), self.functions.get(name)
         if function is None:
             return View(teacher)
         siblings = [answers[n] for n, group in enumerate(groups) if group == groups[number] and n != number]
-        what = f"{teacher_key(name)}.context={self._options.teacher[name].context}"
+        what = f"{teacher_key(name)}.context={self.options.teacher[name].context}"
         with blamed(what):
             made = function(dict(rows[number]), answers[number], siblings)
         if made is None:
             return View(-1)
         if not isinstance(made, str | list) or not made:
             raise DataError(f"{what} returned {made!r:.200}; expected a text, a list of messages, or None")
-        return View(teacher, self._encode(made))
+        return View(teacher, self.encode(made))
 
 
 class Shown(NamedTuple):
@@ -236,77 +224,67 @@ class TeacherServer(Protocol):
         """Return ids and their log-probabilities at each token of each row, both [M, k]."""
 
 
+@dataclass(frozen=True)
 class Teachers:
-    """Writes what the teachers say of a batch into it.
+    """Writes what the teachers say of a batch into it."""
 
-    Args:
-        options: the teachers.
-        engines: take turns on the device; one of them is the student.
-        temperature: divides the logits.
-        limits: most tokens of a row of each teacher.
-        longest: tokens of one microbatch of each teacher; None is the engine's default.
-        context: what teachers are shown; None: all rows have one teacher, which reads what the student reads.
-        servers: teachers on servers, by their number.
-        run: counts the steps.
-    """
-
-    def __init__(
-        self,
-        options: DistillationOptions,
-        engines: Engines,
-        temperature: float,
-        limits: Sequence[int],
-        longest: Sequence[int | None],
-        context: Context | None,
-        servers: Mapping[int, TeacherServer],
-        run: TrainingRun,
-    ) -> None:
-        self._options, self._engines, self._context = options, engines, context
-        self._limits, self._longest = limits, longest
-        self._servers, self._hook, self._run = servers, OwnLogprobs(temperature=temperature, is_full=True), run
-        self._is_averaging = False
-        """a moving average has begun"""
+    options: DistillationOptions
+    engines: Engines
+    """take turns on the device; one of them is the student"""
+    temperature: float
+    """divides the logits"""
+    limits: Sequence[int]
+    """most tokens of a row of each teacher"""
+    longest: Sequence[int | None]
+    """tokens of one microbatch of each teacher; None is the engine's default"""
+    context: Context | None
+    """prompts that teachers are shown; None: all rows have one teacher, which reads the student's prompt"""
+    servers: Mapping[int, TeacherServer]
+    """teachers on servers, by their number"""
+    run: TrainingRun
+    """counts the steps"""
 
     @stats_tracker.record_timing("teacher")
     def with_columns(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `teacher` [N, L], and with the hidden states or the log-probabilities of the teachers."""
-        views = [OWN_PROMPT] * len(batch) if self._context is None else self._context.views(batch)
+        views = [OWN_PROMPT] * len(batch) if self.context is None else self.context.views(batch)
         numbers = torch.tensor([view.teacher for view in views])
         is_next = next_token_mask(batch["loss_mask"])
         columns: dict[str, Tensor] = {"teacher": torch.where(is_next, numbers[:, None], -1).short()}
         if any(view.prompt is not None for view in views):
             columns["teacher_view"] = torch.where(is_next, torch.arange(1, len(batch) + 1)[:, None], 0).int()
         said = {}
-        for number, (name, own) in enumerate(self._options.teacher.items()):
+        for number, (name, own) in enumerate(self.options.teacher.items()):
             rows = (numbers == number).nonzero()[:, 0]
             if len(rows):
                 shown = Shown.of(batch[rows], [views[row] for row in rows.tolist()])
                 self._check_length(shown.batch, number, name)
                 answer = self._ask(number, own, shown)
+                if own.weights == "frozen":
+                    _check_finite(answer, name)
                 said[number] = rows, {key: shown.returned(x, is_next.shape[1]) for key, x in answer.items()}
-        if self._options.needs_hidden:
+        if self.options.needs_hidden:
             self._give_heads()
         columns |= {key: _joined(key, said, is_next.shape) for key in {key for _, own in said.values() for key in own}}
         stats_tracker.scalar(taught_tokens=float((columns["teacher"] >= 0).sum() / is_next.sum().clamp(min=1)))
         return with_keys(batch, **columns)
 
     def _check_length(self, batch: TensorDict, number: int, name: str) -> None:
-        if (longest := batch["input_ids"].shape[1]) > self._limits[number]:
-            told = f"its prompt and an answer have {longest} tokens, and it reads at most {self._limits[number]}"
+        if (longest := batch["input_ids"].shape[1]) > self.limits[number]:
+            told = f"its prompt and an answer have {longest} tokens, and it reads at most {self.limits[number]}"
             raise DataError(f"{teacher_key(name)}: {told}; raise max_length_per_device, or show it less")
 
     def _ask(self, number: int, own: TeacherOptions, shown: Shown) -> dict[str, Tensor]:
         """Return what a teacher says of rows, by column, [n, M, ...]."""
-        if number in self._servers:
-            return self._served(self._servers[number], shown)
-        engine = self._engines.teachers.get(number, self._engines.actor)
-        self._engines.move_to_device(engine)
+        if number in self.servers:
+            return self._served(self.servers[number], shown)
+        engine = self.engines.teachers.get(number, self.engines.actor)
+        self.engines.move_to_device(engine)
         if own.weights != "average":
             return self._said(number, own, engine, shown)
-        if self._run.step and not (self._is_averaging and min(engine.has_average())):
-            logger.warning("distill: the moving average of the student's weights begins anew, with those of this step")
+        if self.run.step and not all(engine.has_average()):
+            logger.warning("distill: there is no moving average of the student's weights: it begins with this step's")
         engine.average_weights(own.decay)
-        self._is_averaging = True
         engine.exchange_average()
         try:
             return self._said(number, own, engine, shown)
@@ -314,15 +292,16 @@ class Teachers:
             engine.exchange_average()
 
     def _said(self, number: int, own: TeacherOptions, engine: RliteTrainEngine, shown: Shown) -> dict[str, Tensor]:
-        if not self._options.needs_hidden:
-            return {"teacher_logprobs": engine.forward(shown.batch, self._hook, self._longest[number])}
+        if not self.options.needs_hidden:
+            hook = OwnLogprobs(temperature=self.temperature, is_full=True)
+            return {"teacher_logprobs": engine.forward(shown.batch, hook, self.longest[number])}
         if own.weights != "frozen":
             engine.keep_own_head(number)
-        return {"teacher_hidden": engine.forward(shown.batch, HiddenStates(), self._longest[number])}
+        return {"teacher_hidden": engine.forward(shown.batch, HiddenStates(), self.longest[number])}
 
     def _give_heads(self) -> None:
         """Give the student's workers the heads of frozen teachers that they do not have: of all, after a restart."""
-        engines = self._engines
+        engines = self.engines
         engines.move_to_device(engines.actor)
         known = set.intersection(*map(set, engines.actor.heads_of_teachers()))
         for number in engines.teachers.keys() - known:
@@ -335,9 +314,14 @@ class Teachers:
         lengths = shown.batch["attention_mask"].sum(1).tolist()
         rows = [row[:length].tolist() for row, length in zip(shown.batch["input_ids"], lengths, strict=True)]
         ids, logprobs = server.logprobs(rows)
-        if self._options.support == "sampled":
+        if self.options.support == "sampled":
             return {"teacher_logprobs": pad_sequence(logprobs, True)[..., 0]}
         return {"teacher_ids": pad_sequence(ids, True, -1).int(), "teacher_logprobs": pad_sequence(logprobs, True)}
+
+
+def _check_finite(answer: Mapping[str, Tensor], name: str) -> None:
+    if wrong := [key for key, x in answer.items() if not all(row.isfinite().all() for row in x)]:
+        raise DataError(f"{teacher_key(name)}: its {wrong[0]} hold NaN or infinity; check its weights and its dtype")
 
 
 def next_token_mask(loss_mask: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class LogprobPasses:
         with stats_tracker.record_timing("old_logprobs"):
             self.engines.move_to_device(self.engines.actor)
             hook = (RecordedLogprobs if self.records_routing else BothLogprobs)(temperature=self.temperature)
-            found = self.engines.actor.forward(batch, hook, self.longest[0])
+            found = self.engines.actor.forward(batch.exclude("teacher_hidden"), hook, self.longest[0])
         columns = {}
         if self.records_routing:
             found, columns[ROUTED] = RecordedLogprobs.parts(found)

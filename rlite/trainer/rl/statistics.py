@@ -41,7 +41,8 @@ def with_selected(
         loss: chooses tokens.
         longest: tokens per microbatch of the forward pass; None is the engine's default.
     """
-    logprobs = engine.forward(batch, OwnLogprobs(temperature=loss.temperature), longest)
+    hook = OwnLogprobs(temperature=loss.temperature)
+    logprobs = engine.forward(batch.exclude("teacher_hidden"), hook, longest)
     counted = batch["loss_mask"].bool().clone()
     counted[:, 0] = False  # nothing predicts the first token of a row
     return with_keys(batch, selected=loss.select({**batch, "loss_mask": counted}, logprobs))

@@ -9,6 +9,8 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from rlite.backends.fsdp2.learners import check_adapter
+from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models.architecture import miniature, saved
 from rlite.backends.models.lora import merge
 from rlite.errors import ConfigError
@@ -144,3 +146,21 @@ def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"rlite\[lora\]"):
         ActorOptions(model_name="model", lora=LoraOptions())
+
+
+@pytest.mark.parametrize(
+    ("options", "adapter", "reason"),
+    [
+        ({"compile": "layers"}, {}, "has compiled the layers without adapters"),
+        ({"router_aux_loss_coef": 0.1}, {}, "trains the whole module"),
+        ({"tp_size": 2, "deterministic": True}, {}, "with tp_size=2 training adds products in another order"),
+        ({}, {"dropout": 0.1}, "would draw from other adapters' numbers"),
+        ({}, {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}, "experts have no adapters by name"),
+        ({}, {"target_modules": ["lm_head"]}, "lm_head is the output embedding"),
+    ],
+)
+def test_adapters_by_name_that_cannot_be_trained_are_refused_before_they_are_made(tmp_path, options, adapter, reason):
+    module = policy_module(build_model_dir(tmp_path / "model", "llama", tie=False, hidden=64))
+    assert len(check_adapter(module, Fsdp2Options(), LoraOptions()).target_modules) == 14
+    with pytest.raises(ConfigError, match=f"adapters by name: .*{reason}"):
+        check_adapter(module, Fsdp2Options(**options), LoraOptions(**adapter))
