@@ -230,7 +230,7 @@ def write_trace(path: Path, num_steps: int) -> None:
 
 def _trace_events(num_steps: int) -> Iterator[dict[str, Any]]:
     rng = random.Random(3)
-    yield from _names({1: "driver (process 4711)", 2: "train-0", 3: "inference-0", 4: "in flight"})
+    yield from _names({1: "driver (process 4711)", 2: "actor-0", 3: "rollout-0", 4: "in flight"})
     for step in range(num_steps):
         at = step * STEP_S
         phases = {"rollout": (0, 8), "reference": (8, 8.9), "update": (8.9, 13.1), "sync": (13.1, 13.5)}

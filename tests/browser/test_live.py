@@ -205,8 +205,8 @@ def test_a_wait_names_who_was_busy_meanwhile(chromium: Browser, tmp_path: Path) 
         page.mouse.move(box["x"] + 500, box["y"] + 26)
         told = page.locator(".told").inner_text()
         assert "wait for rollouts" in told
-        assert "Busy meanwhile: inference-0, calls (advance) 8" in told
-        assert "train-0" not in told
+        assert "Busy meanwhile: rollout-0, calls (advance) 8" in told
+        assert "actor-0" not in told
 
 
 def test_steps_whose_record_is_gone_are_drawn_from_the_metrics(chromium: Browser, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_runs_of_different_trainers_have_panels_of_their_own(chromium: Browser, 
         page = opened(chromium, url, "overview")
         titles = page.locator(".charts h2").all_inner_texts()
         page.context.close()
-    assert {"Loss · ppo", "Loss · sft", "Training reward · ppo"} <= set(titles)
+    assert {"Loss · grpo", "Loss · sft", "Training reward · grpo"} <= set(titles)
     assert "Loss" not in titles
 
 

@@ -35,7 +35,7 @@ export function lineChart(title, lines, { note = "", unit = "", axis = "step", s
     points: { show: () => !smooth && content.lines[index].steps.length <= WHISKERS, size: 5, fill: line.color ?? colorOfRun(index) },
     value: (plot, value, own, at) => {
       const place = at ?? lastKnown(plot.data[own]);
-      return told(plot.data[own][place], content.errors[own - 1]?.[place], unit);
+      return told(plot.data[own][place], smooth ? null : content.errors[own - 1]?.[place], unit);
     },
   }));
   const x = { time: false, range: (plot, low, high) => (content.data[0].length === 1 ? [content.data[0][0] - 1, content.data[0][0] + 1] : [low, high]) };

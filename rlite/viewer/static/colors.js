@@ -26,6 +26,7 @@ export const NEUTRAL = "#64748b";
 // decides.
 const WORK = [
   [/^(queue|wait|held|idle)|: waiting$/, "#94a3b8"],
+  [/^group$|short spans$/, "#475569"], // several kinds together
   [/rollout|generat|advance|: running$/, "#0369a1"],
   [/environment/, "#c2410c"],
   [/reward/, "#4d7c0f"],
@@ -36,7 +37,7 @@ const WORK = [
   [/update|train|optimizer|backward/, "#7c3aed"],
   [/critic|value/, "#4338ca"],
 ];
-const OTHER_WORK = ["#475569", "#9f1239", "#1e40af", "#3f6212", "#86198f", "#155e75"];
+const OTHER_WORK = ["#9f1239", "#1e40af", "#3f6212", "#86198f", "#155e75"];
 const LOW = [200, 82, 28];
 const HIGH = [28, 100, 190];
 

@@ -205,7 +205,7 @@ function answersCard(chosen, { attempts, missing }, parameters, app) {
   return card(`Answers to ${name}`,
     h("p", { class: "note" }, "A click, or Enter, chooses the left answer; with Shift the right one. Each row is a step, with its mean reward."),
     missing,
-    scroller("tries of this prompt", {}, h("table", { class: "narrow" }, h("tbody", {}, lines))), prompt, texts);
+    scroller("tries of this prompt", {}, h("table", { class: "narrow tries" }, h("tbody", {}, lines))), prompt, texts);
 }
 
 function attemptCell(attempt, { first, second, limits, key, app, parameters: { find }, chosen: { set, item } }) {

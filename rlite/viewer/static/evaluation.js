@@ -13,7 +13,7 @@ export function evaluationCards({ run, results, statuses }, app) {
   const counts = Object.entries(statuses).map(([status, count]) => h("span", {}, statusChip(status), ` ${number(count)}`));
   return [
     h("p", { class: "toolbar" }, h("strong", {}, run.name), counts),
-    h("div", { class: "charts" }, [mainBars(models), passChart(models), differenceCard(results)].filter(Boolean)),
+    h("div", { class: "charts results" }, [mainBars(models), passChart(models), differenceCard(results)].filter(Boolean)),
     metricsTable(models),
     differentPrompts(results, app),
   ];

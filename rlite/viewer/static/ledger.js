@@ -122,7 +122,7 @@ function opening(row, most, why, kind, show) {
       statusChip(row.status), h("span", { class: "why" }, why),
       h("span", { class: "cost" }, h("b", {}, compact(row.response_tokens_sum ?? 0)), h("small", {}, " tokens")), h("span", { class: "cost" }, h("b", {}, seconds(row.seconds_sum ?? 0)), h("small", {}, " of episodes")),
       spark(row.steps), h("small", {}, row.step_min === row.step_max ? `step ${row.step_min}` : `steps ${row.step_min} – ${row.step_max}`),
-      h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("b", { class: "times" }, number(row.count_all)), h("small", {}, row.count_all === 1 ? " rollout" : " rollouts")),
+      h("span", { class: "amount" }, h("i", { class: "bar", style: { width: `${(100 * row.count_all) / most}%`, background: STATUS[row.status] ?? "#888" } })), h("span", { class: "cost" }, h("b", { class: "times" }, number(row.count_all)), h("small", {}, row.count_all === 1 ? " rollout" : " rollouts"))),
     h("div"));
   lists.set(details, { kind, show });
   details.addEventListener("toggle", () => {

@@ -156,7 +156,8 @@ class Overview {
   // The curves of runs that train, by importance. Runs of different trainers have panels of their own.
   charts(found) {
     const families = [...groupedBy(found, ({ run }) => familyOf(run)).entries()];
-    const all = families.map(([family, own]) => this.chartsOf(own, families.length > 1 ? ` · ${family}` : ""));
+    const title = (family, own) => [...new Set(own.map(({ run }) => run.begun.trainer || family))].join(", ");
+    const all = families.map(([family, own]) => this.chartsOf(own, families.length > 1 ? ` · ${title(family, own)}` : ""));
     return Object.fromEntries(Object.keys(PARTS).map((name) => [name, all.flatMap((each) => each[name]).filter(Boolean)]));
   }
 
@@ -169,8 +170,8 @@ class Overview {
       learning: [
         line("Training reward", rewardLines(found), { note: "mean of each step; the band is its standard error, clustered by prompt" }),
         line("Parts of the reward", partLines(found), { note: "mean of each part, before its weight" }),
-        line("Held out", heldOutLines(found), { note: "evaluations; the bars are standard errors, clustered by prompt" }),
-        line("Held-out loss", lossLines(found)),
+        line("Held out", heldOutLines(found), { note: "evaluations; the bars are standard errors, clustered by prompt", isRare: true }),
+        line("Held-out loss", lossLines(found), { isRare: true }),
         line("Training accuracy", metricLines(["accuracy"], found.filter((each) => !isHeldOut("accuracy", each.run))), { note: "share of pairs that the model orders rightly" }),
         ...LEARNING.map(metric),
       ],
@@ -180,13 +181,13 @@ class Overview {
     };
   }
 
-  // A chart over what the reader chose.
-  lines(title, lines, options) {
+  // A chart over what the reader chose. The few points of evaluations are not smoothed.
+  lines(title, lines, { isRare = false, ...options }) {
     const { smooth, x = "step" } = this.parameters;
     const clocks = lines.map(({ each }) => clockOf(each, x));
     const moved = lines.map(({ each: _, ...own }, index) => ({ ...own, steps: own.steps.map(clocks[index]) }));
     const axis = { step: "step", tokens: "tokens trained on", time: "hours" }[x] ?? "step";
-    return lineChart(title, moved, { ...options, axis, smooth: Number(smooth) || 0, log: listed(this.parameters.log).includes(slug(title)), menu: this.menu(title, true) });
+    return lineChart(title, moved, { ...options, axis, smooth: isRare ? 0 : Number(smooth) || 0, log: listed(this.parameters.log).includes(slug(title)), menu: this.menu(title, true) });
   }
 }
 

@@ -148,7 +148,7 @@ class Timeline {
     context.textBaseline = "middle";
     this.names = 74 + Math.min(MAX_NAME, width / 3, Math.max(...this.rows.map((row) => context.measureText(titleOf(row)).width)));
     const x = (time) => this.names + ((width - this.names) * (time - this.data.start)) / (this.data.end - this.data.start);
-    this.drawAxis(context, x, height);
+    this.drawAxis(context, x, height, Math.max(2, Math.min(8, (width - this.names) / 70)));
     for (const row of this.rows) (row.lane ? this.drawLane : this.drawFlight).call(this, context, row, x, width);
     this.tabulate();
   }
@@ -181,9 +181,9 @@ class Timeline {
     return rows;
   }
 
-  drawAxis(context, x, height) {
+  drawAxis(context, x, height, most) {
     const length = this.data.end - this.data.start;
-    const rough = length / 8;
+    const rough = length / most;
     const power = 10 ** Math.floor(Math.log10(rough));
     const tick = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
     context.fillStyle = css("--muted");
