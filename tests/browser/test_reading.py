@@ -122,8 +122,9 @@ def test_rollouts_are_read_as_texts(chromium: Browser, url: str) -> None:
     page.context.close()
 
 
-def test_no_page_has_a_serious_barrier(chromium: Browser, url: str) -> None:
-    assert violations(chromium, url, "light", PLACES) == {}
+def test_the_pages_that_are_read_most_have_no_serious_barrier(chromium: Browser, url: str) -> None:
+    """The others are checked by night, in both themes."""
+    assert violations(chromium, url, "light", PLACES[:3]) == {}
 
 
 def test_pages_fit_a_phone(chromium: Browser, url: str) -> None:

@@ -210,7 +210,7 @@ function reach(plot, { data, raw, errors }, log) {
       high = Math.max(high, value + error);
     }
   }
-  if (log) return low > high ? [0.1, 1] : [low / 1.25, high * 1.25];
+  if (log) return low > high ? [0.1, 1] : uPlot.rangeLog(low, high, 10, false);
   if (low === high) return low ? [low - Math.abs(low) / 10, low + Math.abs(low) / 10] : [0, 1];
   return low > high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
 }
