@@ -118,7 +118,7 @@ class LearningEngine(ModuleEngine):
         loss_fn: Loss,
         loss_weight_fn: Weight | None = None,
         adapter: str | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return the statistics of a batch as `train_batch` does, without a step, with the module in evaluation mode.
 
         Args:
@@ -202,7 +202,16 @@ class LearningEngine(ModuleEngine):
         self._workers.call(AdapterTrainWorker.remove_adapter, name)
         del self._adapters[name]
 
-    def save_adapter(self, name: str, path: str | Path) -> None:
+    def forget_gradients(self, adapter: str) -> None:
+        """Drop the accumulated gradients of an adapter. Its values and its optimizer stay.
+
+        Raises:
+            ConfigError: there is no such adapter.
+        """
+        self._check_adapter("forget_gradients", adapter)
+        self._workers.call(AdapterTrainWorker.forget_gradients, adapter)
+
+    def save_adapter(self, name: str, path: str | Path, with_optimizer: bool = True) -> None:
         """Write an adapter, whole or not at all: PEFT's files, and the state of its optimizer.
 
         `peft.PeftModel.from_pretrained(base, path)` opens the folder. Accumulated gradients are left out.
@@ -210,14 +219,16 @@ class LearningEngine(ModuleEngine):
         Args:
             name: the adapter.
             path: a folder on a file system that all workers and this process share. It is replaced.
+            with_optimizer: write the state of the optimizer, which is twice as large as the adapter.
 
         Raises:
             ConfigError: there is no such adapter.
             CheckpointError: the files could not be written. `path` is unchanged.
         """
         self._check_adapter("save_adapter", name)
-        facts = {"adapter": name, "base": self.base_id}
-        self._workers.call(AdapterTrainWorker.save_adapter, name, str(Path(path).absolute()), facts)
+        facts = {"adapter": name, "base": self.base_id, "has_state": with_optimizer}
+        where = str(Path(path).absolute())
+        self._workers.call(AdapterTrainWorker.save_adapter, name, where, facts, with_optimizer)
 
     def load_adapter(self, name: str, path: str | Path, with_optimizer: bool = True) -> None:
         """Read an adapter of `save_adapter`, or one in PEFT's format. Accumulated gradients are dropped.
@@ -236,11 +247,14 @@ class LearningEngine(ModuleEngine):
         folder, what = Path(path).absolute(), "load_adapter"
         if self._backend.read_adapter is None:
             raise ConfigError(f"{what}: the executor {self.executor_name!r} has no adapters by name")
+        has_state = False
         if (folder / MANIFEST).exists():
-            if (base := verify(folder).get("base")) != self.base_id:
+            facts = verify(folder)
+            has_state = facts.get("has_state", True)
+            if (base := facts.get("base")) != self.base_id:
                 told = f"the adapter {folder} belongs to another base model, to weights {str(base)[:12]}"
                 raise ConfigError(f"{what}: {told}, and this engine has {self.base_id[:12]}")
-        elif with_optimizer:
+        if with_optimizer and not has_state:
             told = "holds no state of an optimizer that save_adapter has written"
             raise CheckpointError(f"{folder}: {told}; load it with with_optimizer=False")
         found = self._backend.read_adapter(self.module, folder)

@@ -191,8 +191,8 @@ class TrainWorker(SourceWorker, Protocol):
 
     def eval_batch(
         self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
-    ) -> dict[str, float]:
-        """Return the means of `forward_backward`, in evaluation mode and without gradients.
+    ) -> dict[str, Any]:
+        """Return what `forward_backward` returns, in evaluation mode and without gradients.
 
         Args:
             share: as for `forward_backward`.
@@ -331,6 +331,9 @@ class AdapterTrainWorker(TrainWorker, Protocol):
     def remove_adapter(self, name: str) -> None:
         """Drop an adapter with its gradients and its optimizer."""
 
+    def forget_gradients(self, name: str) -> None:
+        """Drop the accumulated gradients of an adapter."""
+
     def adapter_weights(self, name: str | None) -> AdapterWeights | None:
         """Return the values of an adapter whole, on the first rank of all; None on the others. A collective.
 
@@ -338,13 +341,14 @@ class AdapterTrainWorker(TrainWorker, Protocol):
             name: the adapter; None is the module's own (`add_lora`).
         """
 
-    def save_adapter(self, name: str, path: str, facts: dict[str, Any]) -> None:
+    def save_adapter(self, name: str, path: str, facts: dict[str, Any], has_state: bool = True) -> None:
         """Write an adapter in PEFT's format, and the state of its optimizer, whole or not at all.
 
         Args:
             name: the adapter.
             path: the folder to make or replace.
             facts: JSON-serialisable facts, sealed with the files.
+            has_state: write the state of its optimizer, too.
 
         Raises:
             CheckpointError: the files could not be written.

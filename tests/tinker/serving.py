@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.tinker.client import TOKENS, client_package
 
@@ -76,3 +81,47 @@ class Served:
     def trained(self, service: Any, rank: int = 4, seed: int = 1) -> Any:
         """A training client."""
         return service.create_lora_training_client(self.config.model, rank=rank, seed=seed).result()
+
+
+def step(client: Any, data: list[Any], loss: str = "cross_entropy", lr: float = 2e-2, **config: float) -> Any:
+    """One step, whose two requests are sent before the first is answered."""
+    forward = client.forward_backward(data, loss, config or None)
+    optim = client.optim_step(client_package().types.AdamParams(learning_rate=lr))
+    found = forward.result()
+    optim.result()
+    return found
+
+
+def factors(served: Served, client: Any) -> list[torch.Tensor]:
+    """Values of a client's adapter in the engine."""
+    from rlite.engine.registry import AdapterTrainWorker
+
+    (weights,) = served.train._workers.call(AdapterTrainWorker.adapter_weights, client.model_id)
+    return [tensor for pair in weights.factors.values() for tensor in pair]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def ask(
+    url: str, path: str, body: bytes | dict[str, Any], owner: str = "ann", timeout: float = 60, **headers: str
+) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/api/v1/{path}", data, {"X-API-Key": TOKENS.get(owner, owner), **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            is_json = answer.headers.get_content_type() == "application/json"
+            return answer.status, json.loads(answer.read()) if is_json else answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def settled(url: str, path: str, body: dict[str, Any]) -> Any:
+    """The result of a request, waited for."""
+    status, answer = ask(url, path, body)
+    assert status == 200, answer
+    while True:
+        status, result = ask(url, "retrieve_future", {"request_id": answer["request_id"]})
+        if status != 408:
+            return result

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tinker.client import FOLDER, NEWEST, client_package
+from tests.tinker.commands import TOKEN, environment, free_port, of_client, server
 from tests.tiny import build_model_dir
 
 pytestmark = pytest.mark.nightly
-ROOT, TOKEN = Path(__file__).parents[2], "tml-0123456789abcdef0123"
 RELEASES = ("0.25.0", "0.30.0", "0.34.0", "0.38.0")
 
 
@@ -29,36 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_dir(tmp_path_factory.mktemp("model") / "model", "qwen3", hidden=64)
 
 
-def environment(release: str, **further: str) -> dict[str, str]:
-    path = os.pathsep.join(map(str, (ROOT, FOLDER / release)))
-    own = {"PYTHONPATH": path, "RLITE_TINKER_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "TINKER_TELEMETRY": "0"}
-    return {**os.environ, **own, **further}
-
-
-@contextmanager
-def server(model: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    arguments = [f"folder={folder}", f"port={port}", "deterministic=true", "max_models=60", "max_served=60"]
-    command = [sys.executable, "-m", "rlite.cli", "tinker", "--model", str(model), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(NEWEST))
-    try:
-        assert process.stdout is not None
-        assert any("Ctrl-C" in line for line in process.stdout), "it has ended"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def program(release: str, model: Path, port: int, steps: int = 3, begin: int = 0) -> subprocess.Popen[str]:
-    address = {"TINKER_BASE_URL": f"http://127.0.0.1:{port}", "TINKER_API_KEY": TOKEN}
     command = [sys.executable, str(Path(__file__).with_name("loop.py")), str(model), str(steps), str(begin)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, env=environment(release, **address), **pipes)
+    process = subprocess.Popen(command, text=True, env=environment(release, **of_client(port)), **pipes)
     return process
 
 

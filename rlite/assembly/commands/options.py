@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 from rlite.backends.fsdp2.options import Dtype
 from rlite.config import Count, Natural, Positive, Seed
 from rlite.rollout.rewards.options import RewardOptions, Rewards
+from rlite.services.tinker.options import TinkerLimits
 from rlite.trainer.model.options import LayoutOptions, OptimizerName
 from rlite.trainer.options import AnnouncedOptions, EngineOptions, SamplingOptions, TrainerOptions, repeated
 
@@ -139,7 +140,7 @@ class ServeConfig(SamplingOptions, AnnouncedOptions):
         return self.num_devices or self.tp_size
 
 
-class TinkerConfig(AnnouncedOptions):
+class TinkerConfig(TinkerLimits, AnnouncedOptions):
     """Options of `rlite tinker --model MODEL`."""
 
     without_key: ClassVar[tuple[str, ...]] = ("model",)
@@ -162,26 +163,6 @@ class TinkerConfig(AnnouncedOptions):
     begins with tml-. RLITE_TINKER_TOKEN takes precedence"""
     name: str | None = None
     """name of the base model in requests, which clients also load its tokenizer by; default: model"""
-    max_models: Count = 8
-    """models of a tenant that are neither unloaded nor of a finished session"""
-    max_adapter_mib: Positive = 4096.0
-    """memory of a tenant's adapters with gradients and optimizers; models that rest leave it when others need it"""
-    idle_minutes: Positive = 30.0
-    """after so long without a request a model leaves memory, and its next request brings it back"""
-    save_every: Count = 20
-    """optimizer steps between saved states; a server that was killed repeats the steps since the last one"""
-    max_journal_mib: Count = 512
-    """accepted requests of a model since its last saved state; further ones wait or are refused"""
-    keep_samplers: Count = 8
-    """newest samplers without a name that a model keeps"""
-    keep_weights: Count | None = None
-    """newest named states, and named sampler weights, that a model keeps; null keeps all"""
-    max_served: Count = 8
-    """adapters that the inference engine holds at a time; others are read from disk when they are asked for"""
-    max_running: Count = 256
-    """sampling requests that are answered at the same time; further ones are told to come back"""
-    max_new_tokens: Count = 4096
-    """longest answer of requests that set none, in tokens"""
     max_tokens_per_microbatch: Count = 8192
     """tokens of one forward and backward pass, and the longest sequence"""
     executor: str = "torch"

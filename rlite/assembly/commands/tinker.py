@@ -28,12 +28,12 @@ from rlite.files import file_name
 from rlite.runtime.storage.secrets import read_secret
 from rlite.services.endpoint.guard import Names, is_loopback, make_token
 from rlite.services.tinker.desk import Desk
+from rlite.services.tinker.routes import Shop
 from rlite.services.tinker.samples import Samples
 from rlite.services.tinker.sampling import ServedAdapters
 from rlite.services.tinker.server import TinkerServer
-from rlite.services.tinker.shop import Shop
 from rlite.services.tinker.tenants import Tenants
-from rlite.services.tinker.trainer import Trainer, TrainerLimits
+from rlite.services.tinker.trainer import Trainer
 from rlite.trainer.model.modules import policy_module
 from rlite.trainer.options import LaunchOptions
 
@@ -134,23 +134,14 @@ def make_server(
     module: Any = train.module
     tenants = Tenants(Path(options.folder).expanduser())
     served = ServedAdapters(serve, options.max_served)
-    limits = TrainerLimits(
-        options.max_adapter_mib * 2**20,
-        options.save_every,
-        options.max_journal_mib << 20,
-        options.keep_samplers,
-        options.keep_weights,
-    )
-    desk = Desk(Trainer(train, served, tenants, limits), tenants, limits.max_journal_bytes, options.idle_minutes * 60)
-    samples = Samples(serve, served, tenants, options.max_running, options.max_new_tokens)
     shop = Shop(
         tenants,
-        desk,
-        samples,
+        Desk(Trainer(train, served, tenants, options), tenants, options),
+        Samples(serve, served, tenants, options),
         options.name or options.model,
         module.config.get_text_config().vocab_size,
         min(serve.context_length, options.max_tokens_per_microbatch),
-        options.max_models,
+        options,
     )
     return TinkerServer(shop, tokens, Names(options.host, options.host_names), options.port)
 

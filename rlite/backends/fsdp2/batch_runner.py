@@ -126,9 +126,7 @@ class BatchRunner:
                         routing.with_auxiliary(loss, added / after * self._mesh.num_averaged, bool(rows)).backward()
                         routing.add(bool(rows))
                     sums.add(means, weight)
-                    for name, value in means.items():
-                        if isinstance(value, PerToken):  # it stays on its device
-                            values[name].append(own_tokens(rows, value.values))
+                    _keep(values, rows, means)
             summed = sums.means(self._sum, self._mesh.dims.num_data_ranks) | routing.report(self._everyone)
         except Exception:  # a loss that raises must not leave its first microbatches to the next step
             fsdp.forget_gradients(self.module)
@@ -137,7 +135,7 @@ class BatchRunner:
         learner.weight = after
         learner.is_finite &= math.isfinite(summed["loss"]) and not summed.get(NONFINITE)
         summed["loss"] *= added if is_sum else 1.0
-        return {**summed, "weight": added, **{name: torch.cat(parts).cpu() for name, parts in values.items()}}
+        return {**summed, "weight": added, **_joined(values)}
 
     @torch.no_grad()
     def _expect_load(self, routing: Any, share: BatchShare, loss_fn: Loss, packs: list[Pack]) -> None:
@@ -182,7 +180,7 @@ class BatchRunner:
     @torch.no_grad()
     def eval_batch(
         self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Evaluate a batch without gradients; see `TrainWorker.eval_batch`.
 
         Args:
@@ -192,17 +190,19 @@ class BatchRunner:
             adapter: compute with this adapter.
 
         Returns:
-            Weighted means over all ranks, by name, and `weight`.
+            Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's tokens.
         """
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
+        values: defaultdict[str, list[Tensor]] = defaultdict(list)
         with fsdp.resharded(self.module), _evaluating(self.module), self._learner(adapter).active():
             for rows, weight in zip(share.microbatches, weights, strict=True):
                 _, _, means = self._loss(loss_fn, rows, packs.pop(0))
                 sums.add(means, weight)
+                _keep(values, rows, means)
         found = sums.means(self._sum, self._mesh.dims.num_data_ranks)
         found["loss"] *= total if loss_weight_fn is None else 1.0
-        return {**found, "weight": total}
+        return {**found, "weight": total, **_joined(values)}
 
     @torch.no_grad()
     def forward(
@@ -284,6 +284,17 @@ def optimizer_of(learner: Learner, what: str) -> torch.optim.Optimizer:
     if learner.optimizer is None:
         raise ConfigError(f"{what} needs self.optimizer: set it in on_weights_materialized")
     return learner.optimizer
+
+
+def _keep(values: dict[str, list[Tensor]], rows: list[int], means: Mapping[str, Any]) -> None:
+    """Add the values of a pack's tokens, which stay on their device."""
+    for name, value in means.items():
+        if isinstance(value, PerToken):
+            values[name].append(own_tokens(rows, value.values))
+
+
+def _joined(values: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat(parts).cpu() for name, parts in values.items()}
 
 
 @contextmanager

@@ -365,12 +365,13 @@ class Adapter(Learner):
             for own, value in zip(self.factors[name], given.factors[stored], strict=True):
                 own.copy_(value)
 
-    def write(self, path: Path, facts: Mapping[str, Any]) -> None:
+    def write(self, path: Path, facts: Mapping[str, Any], has_state: bool) -> None:
         """Write PEFT's files and the optimizer's state, whole or not at all. Gradients are left out.
 
         Args:
             path: the folder to make or replace.
             facts: JSON-serialisable facts, sealed with the files.
+            has_state: write the optimizer's state, too.
 
         Raises:
             CheckpointError: the files could not be written.
@@ -378,7 +379,8 @@ class Adapter(Learner):
         try:
             folder = staging(path)
             self.weights().write(folder, base_name(self._module), sorted(endings(self._module, self.factors)))
-            torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
+            if has_state:
+                torch.save(self._optimizer.state_dict(), folder / OPTIMIZER)
             seal(folder, facts)
             publish(folder, path)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save makes either of a full disk

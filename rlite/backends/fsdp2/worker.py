@@ -440,6 +440,10 @@ class Fsdp2Worker(BatchRunner):
         """Drop an adapter with its gradients and its optimizer."""
         del self._adapters[name]
 
+    def forget_gradients(self, name: str) -> None:
+        """Drop the accumulated gradients of an adapter."""
+        self._adapters[name].forget()
+
     def adapter_weights(self, name: str | None) -> AdapterWeights | None:
         """Return the values of an adapter on the first rank; see `AdapterTrainWorker.adapter_weights`."""
         if name is None:
@@ -447,16 +451,17 @@ class Fsdp2Worker(BatchRunner):
             return values if self._context.rank == 0 else None
         return self._adapters[name].weights() if self._context.rank == 0 else None
 
-    def save_adapter(self, name: str, path: str, facts: dict[str, Any]) -> None:
+    def save_adapter(self, name: str, path: str, facts: dict[str, Any], has_state: bool = True) -> None:
         """Write an adapter and its optimizer's state; see `AdapterTrainWorker.save_adapter`.
 
         Args:
             name: the adapter.
             path: the folder to make or replace.
             facts: JSON-serialisable facts, sealed with the files.
+            has_state: write the state of its optimizer, too.
         """
         if self._context.rank == 0:
-            self._adapters[name].write(Path(path), facts)
+            self._adapters[name].write(Path(path), facts, has_state)
 
     def load_adapter(self, name: str, path: str, has_state: bool) -> None:
         """Read an adapter; see `AdapterTrainWorker.load_adapter`.

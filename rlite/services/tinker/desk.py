@@ -6,28 +6,27 @@ accept: checked, journaled, synced ──> pending (waits for the numbers before
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
 
-from rlite.errors import DataError
+from rlite.errors import CheckpointError, DataError, StorageError
+from rlite.services.endpoint.requests import ApiError
 from rlite.services.tinker.journal import REQUEST, Record
+from rlite.services.tinker.options import TinkerLimits
 from rlite.services.tinker.tenants import Request, Result, TenantModel, Tenants
 from rlite.services.tinker.trainer import Trainer
+from rlite.services.tinker.weights import drop_expired
 
 logger = logging.getLogger(__name__)
 MAX_AHEAD = 4096
 """largest distance of a request's number from the work"""
-
-
-def _digest(request: Request) -> bytes:
-    return hashlib.sha256(request.encoded).digest()
-
-
-class QueueFull(Exception):
-    """The client has to try again later."""
+TIDY_SECONDS = 2.0
+T = TypeVar("T")
 
 
 class Desk:
@@ -36,52 +35,53 @@ class Desk:
     Args:
         trainer: works on requests.
         tenants: all sessions.
-        max_journal_bytes: limit of a model's journal.
-        idle_seconds: after so long without a request a model leaves the engine's memory.
+        limits: limits of tenants.
     """
 
-    def __init__(self, trainer: Trainer, tenants: Tenants, max_journal_bytes: int, idle_seconds: float) -> None:
-        self._trainer, self._tenants = trainer, tenants
-        self._max_journal_bytes, self._idle_seconds = max_journal_bytes, idle_seconds
+    def __init__(self, trainer: Trainer, tenants: Tenants, limits: TinkerLimits) -> None:
+        self._trainer, self._tenants, self._limits = trainer, tenants, limits
+        self._idle_seconds = limits.idle_minutes * 60
         self._thread = ThreadPoolExecutor(1, "tinker trainer")
         self._disk = ThreadPoolExecutor(4, "tinker journal")
         self._wake = asyncio.Event()
         self._settled = asyncio.Condition()
         self._turns: list[TenantModel] = []
         """models whose next request is there, in the order of their turns"""
+        self._tidying: Iterator[TenantModel] = iter(())
 
     def recover(self) -> None:
         """Queue what an earlier server has accepted and not worked on."""
         for model in self._tenants.models():
             if not model.is_gone:
                 self._trainer.recover(model)
-                model.seen = {seq_id: _digest(request) for seq_id, request in model.pending.items() if seq_id}
                 self._queue(model)
 
     async def run(self) -> None:
         """Work until cancelled."""
+        tidy_at = 0.0
         while True:
-            while self._turns:
+            if self._turns:
                 model = self._turns.pop(0)
-                await self._in_thread(self._trainer.work, model)
+                if model.is_ready:  # a later request may have queued it while the one before was worked on
+                    await self.do(partial(self._trainer.work, model))
                 self._queue(model)
                 async with self._settled:
                     self._settled.notify_all()
-            self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), min(5.0, self._idle_seconds))
-            except TimeoutError:
-                await self._offload_idle()
+            else:
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), min(TIDY_SECONDS, self._idle_seconds))
+            if time.monotonic() >= tidy_at:
+                try:
+                    await self.do(self._tidy)
+                except (CheckpointError, StorageError) as error:  # tried again: the model stays in memory until then
+                    logger.warning("an idle model could not be saved: %s", error)
+                tidy_at = time.monotonic() + min(TIDY_SECONDS, self._idle_seconds)
 
     async def close(self) -> None:
         """Wait for the request under way."""
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         self._disk.shutdown()
-
-    @property
-    def queues(self) -> dict[str, int]:
-        """Requests that wait, by model."""
-        return {model.model_id: len(model.pending) for model in self._tenants.models() if model.pending}
 
     # -- accepting -----------------------------------------------------------------------------------------------
 
@@ -103,19 +103,19 @@ class Desk:
 
         Raises:
             DataError: the number was given to another request, or the request cannot be accepted at all.
-            QueueFull: it may be accepted later.
+            ApiError: it may be accepted later.
             StorageError: it could not be written.
         """
         async with model.turn:
-            if seq_id not in model.seen and seq_id >= model.next_seq:
+            known = model.digest(seq_id)
+            if known is None and seq_id >= model.next_seq:
                 self._check_room(model, seq_id, request)
                 record = Record(REQUEST, seq_id, request.encoded)
                 await asyncio.get_running_loop().run_in_executor(self._disk, model.journal.append, record)
-                model.seen[seq_id] = _digest(request)
                 model.pending[seq_id] = request
                 model.used_at = time.monotonic()
                 self._queue(model)
-            elif model.seen.get(seq_id, _digest(request)) != _digest(request):
+            elif known not in (None, request.digest):
                 told = f"request {seq_id} of {model.model_id} was already given with another content"
                 raise DataError(f"{told}: one model has two writers; give each its own model")
         return f"{model.model_id}:{seq_id}"
@@ -125,10 +125,11 @@ class Desk:
             raise DataError(f"model {model.model_id!r} was unloaded; load its saved weights into a new one")
         if seq_id < 1 or seq_id > model.next_seq + MAX_AHEAD:
             raise DataError(f"seq_id={seq_id}: expected a number from 1 on, at most {MAX_AHEAD} ahead")
-        if model.journal.num_bytes + len(request.encoded) > self._max_journal_bytes:
+        most = self._limits.max_journal_mib * (1 if request.kind == "forward_backward" else 2)  # a step must fit
+        if model.journal.num_bytes + len(request.encoded) > most << 20:
             if model.pending and model.is_ready:
-                raise QueueFull(f"{model.model_id} has more waiting requests than its journal holds")
-            told = f"its requests since the last optim_step take more than {self._max_journal_bytes >> 20} MiB"
+                raise ApiError(f"{model.model_id} has more waiting requests than its journal holds", 429)
+            told = f"its requests since the last optim_step take more than {most} MiB"
             raise DataError(f"{model.model_id}: {told} (max_journal_mib); call optim_step or save_state")
 
     async def result(self, model: TenantModel, seq_id: int, seconds: float) -> Result | None:
@@ -161,18 +162,28 @@ class Desk:
     async def unload(self, model: TenantModel) -> None:
         """Free a model for good, after the request under way."""
         model.is_gone = True
-        await self._in_thread(self._trainer.drop, model)
+        await self.do(partial(self._trainer.drop, model))
 
     async def offload(self, model: TenantModel) -> None:
         """Free a model's memory, after the request under way."""
-        await self._in_thread(self._trainer.offload, model)
+        await self.do(partial(self._trainer.offload, model))
 
-    async def _offload_idle(self) -> None:
+    async def do(self, act: Callable[[], T]) -> T:
+        """Return the result of a change of models or saved weights, all of which one thread makes.
+
+        Args:
+            act: the change.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
+
+    def _tidy(self) -> None:
+        """Free the memory of idle models, and delete expired weights of one model."""
         for model in self._tenants.models():
             is_idle = not model.pending and time.monotonic() - model.used_at > self._idle_seconds
             if model.is_resident and is_idle:
+                self._trainer.offload(model)
                 logger.info("%s has left the engine after %g s without a request", model.model_id, self._idle_seconds)
-                await self.offload(model)
-
-    async def _in_thread(self, act: Any, model: TenantModel) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, act, model)
+        if (following := next(self._tidying, None)) is None:
+            self._tidying = self._tenants.models()
+        else:
+            drop_expired(following.folder)

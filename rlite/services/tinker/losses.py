@@ -146,39 +146,6 @@ class TargetSum:
 
 
 @dataclass(frozen=True)
-class LogprobsOf:
-    """A post_hook for `forward`: the log-probabilities that a loss reports."""
-
-    loss: TargetSum
-
-    def __call__(self, logits: Tensor, data: dict[str, Any]) -> Tensor:
-        """Return log-probabilities of the targets, [T, K].
-
-        Args:
-            logits: logits, [T, V].
-            data: the pack's keys.
-        """
-        return self.loss(logits, data)[1]["logprobs"].values
-
-
-class TokenLogprobsOf(OnLogprobs):
-    """A post_hook for `forward`: the log-probabilities of next tokens."""
-
-    def positions(self, data: Mapping[str, Any]) -> Tensor:
-        """Return the positions with a target, [T]."""
-        return data[PLACES]
-
-    def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Tensor:
-        """Return the log-probabilities, [T].
-
-        Args:
-            tokens: log-probabilities, [T].
-            data: the pack's keys.
-        """
-        return torch.where(data[PLACES], tokens.logprobs, 0.0)
-
-
-@dataclass(frozen=True)
 class Work:
     """A request as a train engine takes it."""
 
@@ -186,11 +153,6 @@ class Work:
     loss: TokenSum | TargetSum
     lengths: Sequence[tuple[int, ...]]
     """shape of the targets of each row"""
-
-    @property
-    def hook(self) -> LogprobsOf | TokenLogprobsOf:
-        """The post_hook that computes the log-probabilities alone."""
-        return LogprobsOf(self.loss) if isinstance(self.loss, TargetSum) else TokenLogprobsOf()
 
     def logprobs_of(self, values: Tensor) -> list[Tensor]:
         """Return the log-probabilities of each row's targets, in their shape.
@@ -203,16 +165,6 @@ class Work:
             own = row[: shape[0]]
             found.append(own if own.dim() == 1 else own[:, : shape[1]] if len(shape) == 2 else own[:, 0])
         return found
-
-    def loss_of(self, logprobs: Tensor) -> float:
-        """Return the sum of the losses, without a gradient.
-
-        Args:
-            logprobs: [N, L] or [N, L, K].
-        """
-        losses = LOSSES[self.loss.name].of_tokens(logprobs, self.batch, self.loss.config)
-        places = self.batch[PLACES]
-        return float(torch.where(places if losses.dim() == 2 else places[..., None], losses, 0.0).sum())
 
 
 def check(request: ForwardRequest, vocab_size: int, max_length: int) -> None:

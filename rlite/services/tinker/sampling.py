@@ -7,17 +7,39 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.runtime.replicas.adapters import AdapterWeights
+from rlite.services.tinker.weights import read_facts
 
 WRITER = "rlite tinker"
 
 
-def served_name(model_id: str, name: str) -> str:
-    """Return the name under which the inference engine serves saved weights."""
-    return f"{model_id}/{name}"
+def served_name(model_id: str, name: str, seq_id: int | None = None) -> str:
+    """Return the name under which the inference engine serves saved weights.
+
+    Args:
+        model_id: their model.
+        name: their name.
+        seq_id: the request that saved them, as a name may be used again; None if the weights change under the name.
+    """
+    return f"{model_id}/{name}" if seq_id is None else f"{model_id}/{name}/{seq_id}"
+
+
+@dataclass
+class Served:
+    """An adapter in the engine."""
+
+    versions: dict[int, int] = field(default_factory=dict)
+    """versions of its model, by those of the engine, which begin anew when the engine does"""
+    num_in_flight: int = 0
+
+    @property
+    def newest(self) -> int:
+        """The model's version in the engine."""
+        return max(self.versions.values(), default=-1)
 
 
 class ServedAdapters:
@@ -30,14 +52,14 @@ class ServedAdapters:
 
     def __init__(self, engine: RliteInferenceEngine, capacity: int) -> None:
         self._engine, self._capacity = engine, capacity
-        self._in_flight: OrderedDict[str, int] = OrderedDict()
-        """requests under way, by the adapter's name; the adapter used last is at the end"""
+        self._held: OrderedDict[str, Served] = OrderedDict()
+        """by name; the adapter used last is at the end"""
         self._turn = threading.Lock()
         self._loading = asyncio.Lock()
         self._freed = asyncio.Event()
 
     @asynccontextmanager
-    async def using(self, name: str, folder: Path) -> AsyncIterator[None]:
+    async def using(self, name: str, folder: Path) -> AsyncIterator[Served]:
         """Serve an adapter inside the block.
 
         Args:
@@ -45,23 +67,24 @@ class ServedAdapters:
             folder: its files, which are read if the engine does not hold it.
 
         Yields:
-            None.
+            The adapter.
 
         Raises:
             RliteError: the adapter cannot be served.
         """
         async with self._loading:
-            if name not in self._in_flight:
-                while len(self._in_flight) >= self._capacity and all(self._in_flight.values()):
+            if name not in self._held:
+                while len(self._held) >= self._capacity and all(own.num_in_flight for own in self._held.values()):
                     self._freed.clear()
                     await self._freed.wait()
                 await asyncio.to_thread(self._load, name, folder)
-            self._in_flight[name] += 1
-            self._in_flight.move_to_end(name)
+            served = self._held[name]
+            served.num_in_flight += 1
+            self._held.move_to_end(name)
         try:
-            yield
+            yield served
         finally:
-            self._in_flight[name] -= 1
+            served.num_in_flight -= 1
             self._freed.set()
 
     def renew(self, name: str, folder: Path) -> None:
@@ -72,14 +95,23 @@ class ServedAdapters:
             folder: its new files.
         """
         with self._turn:
-            if name in self._in_flight:
-                self._engine.take_adapter(name, AdapterWeights.read(folder), WRITER, may_be_zero=True)
+            if name in self._held:
+                self._take(name, folder, self._held[name])
 
     def _load(self, name: str, folder: Path) -> None:
         with self._turn:
-            resting = [own for own, num in self._in_flight.items() if not num]
-            for own in resting[: max(0, len(self._in_flight) + 1 - self._capacity)]:
+            resting = [own for own, served in self._held.items() if not served.num_in_flight]
+            for own in resting[: max(0, len(self._held) + 1 - self._capacity)]:
                 self._engine.remove_adapter(own)
-                del self._in_flight[own]
-            self._engine.take_adapter(name, AdapterWeights.read(folder), WRITER, may_be_zero=True)
-            self._in_flight[name] = 0
+                del self._held[own]
+            served = Served()
+            self._take(name, folder, served)
+            self._held[name] = served
+
+    def _take(self, name: str, folder: Path, served: Served) -> None:
+        version = (read_facts(folder) or {}).get("version", 0)
+        if version > served.newest:
+            taken = self._engine.take_adapter(name, AdapterWeights.read(folder), WRITER, may_be_zero=True)
+            if not served.num_in_flight:
+                served.versions.clear()
+            served.versions[taken] = version

@@ -9,29 +9,26 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from rlite.errors import DataError, RliteError
 from rlite.imports import optional
 from rlite.services.endpoint.exchange import log_failure
 from rlite.services.endpoint.guard import Names, digest, token_of
-from rlite.services.endpoint.requests import ApiError, parse_json
-from rlite.services.tinker import bodies
-from rlite.services.tinker.desk import QueueFull
-from rlite.services.tinker.sampling_routes import SamplingRoutes
-from rlite.services.tinker.shop import MAX_BODY, OWNER, ROOT, Shop, read
+from rlite.services.endpoint.requests import ApiError
+from rlite.services.tinker import bodies, sampling_routes, training_routes, weights_routes
+from rlite.services.tinker.routes import MAX_BODY, OWNER, ROOT, Answer, Routes, Shop
+from rlite.services.tinker.status import keep_status
 from rlite.services.tinker.tenants import UnknownName
-from rlite.services.tinker.training_routes import TrainingRoutes
-from rlite.services.tinker.weights_routes import WeightsRoutes
 from rlite.services.tinker.wire import check_version
 
 with optional("rlite tinker needs", "tinker"):
     from aiohttp import web
 
     from rlite.services.endpoint.connections import Listener, Words, listening
-    from rlite.services.endpoint.endpoint import read_body
 
 WORDS = Words("rlite tinker", "a token", "further ones are dropped without a message")
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
     "parallel_fwdbwd_chunks": True,
@@ -43,6 +40,7 @@ CONFIG = {
     "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
 }
+ROUTES = Routes()
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -64,30 +62,18 @@ class TinkerServer:
 
     async def __aenter__(self) -> TinkerServer:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
-        for each in (TrainingRoutes, SamplingRoutes, WeightsRoutes):
-            app.add_routes(each(self._shop).routes())
-        app.add_routes(
-            [
-                web.get(f"{ROOT}/healthz", self._healthz),
-                web.post(f"{ROOT}/client/config", self._config),
-                web.post(f"{ROOT}/telemetry", self._telemetry),
-                web.get(f"{ROOT}/get_server_capabilities", self._capabilities),
-                web.post(f"{ROOT}/create_session", self._create_session),
-                web.post(f"{ROOT}/session_heartbeat", self._session_heartbeat),
-                web.post(f"{ROOT}/sessions/{{session}}/finish", self._finish),
-                web.get(f"{ROOT}/sessions", self._sessions),
-                web.get(f"{ROOT}/sessions/{{session}}", self._one_session),
-            ]
-        )
+        for routes in (ROUTES, training_routes.ROUTES, sampling_routes.ROUTES, weights_routes.ROUTES):
+            app.add_routes(routes.bound(self._shop))
         self._shop.desk.recover()
         serving = listening(app, Counter(), self._port, WORDS, self._names.host)
         self._listener = await self._stack.enter_async_context(serving)
-        self._work = asyncio.create_task(self._shop.desk.run())
+        self._tasks = [asyncio.create_task(each) for each in (self._shop.desk.run(), keep_status(self._shop))]
         return self
 
     async def __aexit__(self, *raised: object) -> None:
-        self._work.cancel()
-        await asyncio.gather(self._work, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._shop.samples.close()
         await self._stack.aclose()
         await self._shop.desk.close()
@@ -122,76 +108,74 @@ class TinkerServer:
                 return response
         except ApiError as error:
             return _error(error.told, error.status)
-        except UnknownName as error:
-            return _error(str(error), 404)
         except DataError as error:
-            return _error(str(error), 400)
-        except QueueFull as error:
-            return _error(str(error), 429)
+            return _error(str(error), 404 if isinstance(error, UnknownName) else 400)
         except web.HTTPException as error:
             return _error(f"{request.method} {request.path}: {error.reason}", error.status)
         except RliteError as error:
             log_failure(f"a request to {request.path} failed", error)
             return _error(f"the server failed with {type(error).__name__}; its log has more", 503)
 
-    async def _healthz(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
 
-    async def _config(self, request: web.Request) -> web.Response:
-        check_version(_text(await read_body(request, MAX_BODY), "sdk_version"))
-        return web.json_response(CONFIG)
-
-    async def _telemetry(self, request: web.Request) -> web.Response:
-        """Return that nothing is kept of what the client tells of itself."""
-        await read_body(request, MAX_BODY)
-        return web.json_response({"status": "accepted"})
-
-    async def _capabilities(self, request: web.Request) -> web.Response:
-        length = self._shop.max_length
-        model = {
-            "model_name": self._shop.model_name,
-            "max_context_length": length,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return web.json_response({"supported_models": [model]})
-
-    async def _create_session(self, request: web.Request) -> web.Response:
-        asked = await read(request, bodies.NewSession)
-        check_version(asked.sdk_version)
-        session = self._shop.tenants.open_session(request[OWNER])
-        told = "this server trains no adapter on the output embedding: train_unembed has no effect"
-        answer = {"type": "create_session", "session_id": session.session_id, "info_message": told}
-        return web.json_response(answer)
-
-    async def _session_heartbeat(self, request: web.Request) -> web.Response:
-        asked = await read(request, bodies.SessionBody)
-        if self._shop.tenants.session(request[OWNER], asked.session_id).is_finished:
-            raise ApiError("the session is finished", 410)
-        return web.json_response({"type": "session_heartbeat"})
-
-    async def _finish(self, request: web.Request) -> web.Response:
-        session = self._shop.tenants.session(request[OWNER], request.match_info["session"])
-        session.is_finished = True
-        session.write()
-        for model in list(session.models.values()):
-            await self._shop.desk.offload(model)
-        return web.json_response({"type": "finish_session"})
-
-    async def _sessions(self, request: web.Request) -> web.Response:
-        own = [name for name, session in self._shop.tenants.sessions.items() if session.owner == request[OWNER]]
-        return web.json_response({"sessions": own})
-
-    async def _one_session(self, request: web.Request) -> web.Response:
-        session = self._shop.tenants.session(request[OWNER], request.match_info["session"])
-        samplers = [sampler.sampler_id for sampler in session.samplers.values()]
-        runs = [model.model_id for model in session.models.values()]
-        return web.json_response({"training_run_ids": runs, "sampler_ids": samplers})
+@ROUTES("GET", "healthz")
+async def _healthz(shop: Shop, owner: str, asked: bodies.Body) -> Answer:
+    return {"status": "ok"}
 
 
-def _text(body: bytes, key: str) -> str:
-    value = parse_json(body) if body else {}
-    return str(value.get(key) or "") if isinstance(value, dict) else ""
+@ROUTES("POST", "client/config", bodies.Client)
+async def _config(shop: Shop, owner: str, asked: bodies.Client) -> Answer:
+    check_version(asked.sdk_version or "")
+    return CONFIG
+
+
+@ROUTES("POST", "telemetry")
+async def _telemetry(shop: Shop, owner: str, asked: bodies.Body) -> Answer:
+    """Return that nothing is kept of what the client tells of itself."""
+    return {"status": "accepted"}
+
+
+@ROUTES("GET", "get_server_capabilities")
+async def _capabilities(shop: Shop, owner: str, asked: bodies.Body) -> Answer:
+    model = {"model_name": shop.model_name, "max_context_length": shop.max_length}
+    return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+
+@ROUTES("POST", "create_session", bodies.Client)
+async def _create_session(shop: Shop, owner: str, asked: bodies.Client) -> Answer:
+    check_version(asked.sdk_version or "")
+    told = "this server trains no adapter on the output embedding: train_unembed has no effect"
+    session_id = shop.tenants.open_session(owner).session_id
+    return {"type": "create_session", "session_id": session_id, "info_message": told}
+
+
+@ROUTES("POST", "session_heartbeat", bodies.SessionBody)
+async def _session_heartbeat(shop: Shop, owner: str, asked: bodies.SessionBody) -> Answer:
+    if shop.tenants.session(owner, asked.session_id).is_finished:
+        raise ApiError("the session is finished", 410)
+    return {"type": "session_heartbeat"}
+
+
+@ROUTES("POST", "sessions/{session_id}/finish", bodies.SessionBody)
+async def _finish(shop: Shop, owner: str, asked: bodies.SessionBody) -> Answer:
+    session = shop.tenants.session(owner, asked.session_id)
+    session.is_finished = True
+    session.write()
+    for model in list(session.models.values()):
+        await shop.desk.offload(model)
+    return {"type": "finish_session"}
+
+
+@ROUTES("GET", "sessions", bodies.Page)
+async def _sessions(shop: Shop, owner: str, asked: bodies.Page) -> Answer:
+    own = [name for name, session in shop.tenants.sessions.items() if session.owner == owner]
+    return {"sessions": own[::-1][asked.offset : asked.offset + asked.limit]}
+
+
+@ROUTES("GET", "sessions/{session_id}", bodies.SessionBody)
+async def _session(shop: Shop, owner: str, asked: bodies.SessionBody) -> Answer:
+    session = shop.tenants.session(owner, asked.session_id)
+    samplers = [sampler.sampler_id for sampler in session.samplers.values()]
+    return {"training_run_ids": [own.model_id for own in session.models.values()], "sampler_ids": samplers}
 
 
 def _error(message: str, status: int) -> web.Response:

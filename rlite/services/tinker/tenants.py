@@ -13,11 +13,13 @@ A client knows names alone. A name of another tenant's session is answered as if
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import secrets
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +27,9 @@ from typing import Any, Literal
 
 from rlite.errors import ConfigError, DataError
 from rlite.files import replace
+from rlite.runtime.storage.atomic import discard
 from rlite.services.tinker.journal import Journal
+from rlite.services.tinker.weights import read_facts
 
 SESSION_ID = r"s[0-9a-f]{16}"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,127}")
@@ -33,6 +37,10 @@ _PATH = re.compile(rf"tinker://(({SESSION_ID}):train:(\d{{1,9}}))/(weights|sampl
 _MODEL = re.compile(rf"({SESSION_ID}):train:(\d{{1,9}})")
 MAX_RESULTS, MAX_RESULT_BYTES = 256, 64 << 20
 """results of a model that clients may ask for again"""
+MAX_EMPTY, MAX_SAMPLERS = 256, 1024
+"""sessions of a tenant without a model, and samplers of a session; older ones give way"""
+MAX_POINTS = 100
+"""steps whose metrics are shown"""
 Kind = Literal["weights", "sampler_weights"]
 
 
@@ -46,6 +54,9 @@ class Result:
 
     body: bytes
     is_proto: bool = False
+    is_failure: bool = False
+    digest: bytes = b""
+    """hash of the request, which tells a retry from a second writer"""
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Result:
@@ -55,7 +66,17 @@ class Result:
     @classmethod
     def failed(cls, message: str, category: Literal["user", "server"] = "user") -> Result:
         """Return the result of a request that failed."""
-        return cls.of({"error": message, "category": category})
+        return cls(json.dumps({"error": message, "category": category}).encode(), is_failure=True)
+
+    @property
+    def encoded(self) -> bytes:
+        """The result as bytes of the journal."""
+        return bytes([self.is_proto, self.is_failure]) + self.digest + self.body
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Result:
+        """Return the result of bytes of the journal."""
+        return cls(data[34:], bool(data[0]), bool(data[1]), data[2:34])
 
 
 @dataclass(frozen=True)
@@ -71,11 +92,25 @@ class Request:
         """The request as bytes of the journal."""
         return self.kind.encode() + b"\0" + self.body
 
+    @property
+    def digest(self) -> bytes:
+        """A hash of the request, 32 bytes."""
+        return hashlib.sha256(self.encoded).digest()
+
     @classmethod
     def decoded(cls, data: bytes) -> Request:
         """Return the request of bytes of the journal."""
         kind, _, body = data.partition(b"\0")
         return cls(kind.decode(), body)
+
+
+@dataclass(frozen=True)
+class State:
+    """A saved state of a model."""
+
+    folder: str
+    with_optimizer: bool
+    """True if the state of the optimizer is read back; otherwise the optimizer begins anew"""
 
 
 @dataclass
@@ -86,18 +121,22 @@ class TenantModel:
     owner: str
     folder: Path
     spec: dict[str, Any]
-    """rank, seed and layers"""
+    """rank, seed and layers, and metadata of the client"""
     journal: Journal
     next_seq: int = 0
     """the request that is worked on next"""
     pending: dict[int, Request] = field(default_factory=dict)
     results: OrderedDict[int, Result] = field(default_factory=OrderedDict)
-    seen: dict[int, bytes] = field(default_factory=dict)
-    """digests of accepted requests, which tell a retry from a second writer"""
-    open_seqs: list[int] = field(default_factory=list)
+    open: dict[int, Request] = field(default_factory=dict)
     """requests whose gradients are accumulated"""
+    state: State | None = None
+    """the newest saved state"""
+    broken: str | None = None
+    """why the next step is not made: a request since the last one has failed, so its gradients are missing"""
     steps_since_save: int = 0
     num_steps: int = 0
+    num_inflight: int = 0
+    """versions of the inflight sampler"""
     is_resident: bool = False
     """the engine holds it"""
     is_gone: bool = False
@@ -107,11 +146,22 @@ class TenantModel:
     used_at: float = field(default_factory=time.monotonic)
     last: dict[str, float] = field(default_factory=dict)
     """newest metrics"""
+    points: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=MAX_POINTS))
+    """metrics of the newest steps"""
+
+    def __post_init__(self) -> None:
+        if "load" in self.spec:  # it was made from saved weights
+            self.state = State(self.spec["load"], self.spec["optimizer"])
 
     @property
     def is_ready(self) -> bool:
         """True if the next request is there."""
         return self.next_seq in self.pending
+
+    def digest(self, seq_id: int) -> bytes | None:
+        """Return the hash of an accepted request; None if there is none, or it is no longer known."""
+        given = self.pending.get(seq_id) or self.results.get(seq_id)
+        return None if given is None else given.digest
 
     def settle(self, seq_id: int, result: Result) -> None:
         """Keep a result, and forget the oldest ones beyond the limits."""
@@ -119,7 +169,7 @@ class TenantModel:
         while len(self.results) > 1 and (
             len(self.results) > MAX_RESULTS or sum(len(r.body) for r in self.results.values()) > MAX_RESULT_BYTES
         ):
-            self.seen.pop(self.results.popitem(last=False)[0], None)
+            self.results.popitem(last=False)
 
     def path(self, kind: Kind, name: str) -> str:
         """Return the address of weights."""
@@ -153,12 +203,31 @@ class Session:
     samplers: dict[int, Sampler] = field(default_factory=dict)
     is_finished: bool = False
     used_at: float = field(default_factory=time.monotonic)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """held while the description is written"""
+
+    def add_sampler(self, number: int, sampler: Sampler) -> None:
+        """Keep a sampler. A retry changes nothing.
+
+        Args:
+            number: its number in the session.
+            sampler: the sampler.
+
+        Raises:
+            DataError: the number was given to another sampler.
+        """
+        if self.samplers.setdefault(number, sampler) != sampler:
+            raise DataError(f"sampler {sampler.sampler_id} was already made from other weights; take another number")
+        for old in list(self.samplers)[:-MAX_SAMPLERS]:
+            self.samplers.pop(old, None)
+        self.write()
 
     def write(self) -> None:
         """Write the session's description to disk."""
-        samplers = {number: vars(sampler) for number, sampler in list(self.samplers.items())}
-        facts = {"owner": self.owner, "is_finished": self.is_finished, "samplers": samplers}
-        replace(self.folder / "session.json", json.dumps(facts).encode(), 0o600)
+        with self.turn:
+            samplers = {number: vars(sampler) for number, sampler in list(self.samplers.items())}
+            facts = {"owner": self.owner, "is_finished": self.is_finished, "samplers": samplers}
+            replace(self.folder / "session.json", json.dumps(facts).encode(), 0o600)
 
 
 class Tenants:
@@ -174,10 +243,16 @@ class Tenants:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for unwritten in folder.glob("s*/train-*/.*.writing"):
+            discard(unwritten)
         self.sessions = {path.parent.name: _read_session(path) for path in sorted(folder.glob("s*/session.json"))}
 
     def open_session(self, owner: str) -> Session:
-        """Return a new session."""
+        """Return a new session. The tenant's oldest ones without a model give way."""
+        empty = [own for own in self.sessions.values() if own.owner == owner and not own.models]
+        for old in sorted(empty, key=lambda each: each.used_at)[: max(0, len(empty) + 1 - MAX_EMPTY)]:
+            del self.sessions[old.session_id]
+            discard(old.folder)
         session_id = f"s{secrets.token_hex(8)}"
         session = Session(session_id, owner, self.folder / session_id)
         session.folder.mkdir(mode=0o700)
@@ -203,19 +278,19 @@ class Tenants:
             if owner in (None, session.owner):
                 yield from list(session.models.values())
 
-    def new_model(self, session: Session, number: int, spec: dict[str, Any]) -> TenantModel:
+    def new_model(self, session: Session, number: int, spec: dict[str, Any], is_gone: bool = False) -> TenantModel:
         """Return a new model, with its folder on disk.
 
         Args:
             session: its session.
             number: its number in the session.
             spec: its description.
+            is_gone: it holds saved weights alone, and does not learn.
         """
         folder = session.folder / f"train-{number}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        model = TenantModel(
-            f"{session.session_id}:train:{number}", session.owner, folder, spec, Journal(folder / "journal")
-        )
+        model_id, journal = f"{session.session_id}:train:{number}", Journal(folder / "journal")
+        model = TenantModel(model_id, session.owner, folder, spec, journal, is_gone=is_gone)
         model.write()
         session.models[number] = model
         return model
@@ -254,7 +329,7 @@ class Tenants:
             folder = model.folder / found[4] / checked_name(found[5])
         except DataError as error:
             raise UnknownName(f"path {path[:200]!r}: there are no such weights") from error
-        if not folder.is_dir():
+        if read_facts(folder) is None:
             raise UnknownName(f"path {path!r}: there are no such weights")
         return model, folder
 

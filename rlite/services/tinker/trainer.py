@@ -2,6 +2,9 @@
 
     bring (load the state, redo open gradients) ──> work ──> settle ──> save the state when it is due
 
+A step is made of all its gradients or not at all: once a request for gradients has failed, the next `optim_step` drops
+the others, too. A failure that was told is in the journal, so that a server after this one fails there, too.
+
 A model that is not resident is on disk as it was after its last settled request: its saved state, and in its journal
 the requests whose gradients are accumulated.
 """
@@ -11,23 +14,24 @@ from __future__ import annotations
 import json
 import logging
 import math
-import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rlite.engine.train import RliteTrainEngine
-from rlite.errors import CheckpointError, ConfigError, DataError, StorageError, WeightSyncError
-from rlite.files import replace
+from rlite.errors import CheckpointError, ConfigError, DataError, RliteError, StorageError, WeightSyncError
 from rlite.nn.options import LoraOptions
-from rlite.runtime.storage.atomic import discard, publish, staging
+from rlite.runtime.storage.atomic import discard
 from rlite.services.tinker.journal import REQUEST, RESULT, STATE, Record
 from rlite.services.tinker.losses import work_of
+from rlite.services.tinker.options import TinkerLimits
 from rlite.services.tinker.sampling import ServedAdapters, served_name
-from rlite.services.tinker.tenants import Request, Result, Sampler, TenantModel, Tenants
+from rlite.services.tinker.tenants import Kind, Request, Result, Sampler, Session, State, TenantModel, Tenants
+from rlite.services.tinker.weights import drop_weights, expiry, link, read_facts, saved_weights, write_facts
 from rlite.services.tinker.wire import read_forward, write_forward
 
 logger = logging.getLogger(__name__)
@@ -40,18 +44,14 @@ _BYTES_PER_PARAMETER = 16
 
 
 @dataclass(frozen=True)
-class TrainerLimits:
-    """Limits of one tenant, and of its models."""
+class Ending:
+    """The end of a request."""
 
-    max_bytes: float
-    """memory of the adapters that the engine holds, with gradients and optimizers"""
-    save_every: int
-    """optimizer steps between saved states"""
-    max_journal_bytes: int
-    keep_samplers: int
-    """unnamed samplers of a model; older ones are dropped"""
-    keep_weights: int | None
-    """named states and samplers of a model, each; None keeps all"""
+    result: Result
+    saved: Path | None = None
+    """a folder that holds the state after the request"""
+    with_optimizer: bool = True
+    """True if its state of the optimizer is read back"""
 
 
 class Trainer:
@@ -61,15 +61,13 @@ class Trainer:
         train: the train engine.
         served: the adapters of the inference engine.
         tenants: all sessions.
-        limits: limits of a tenant.
+        limits: limits of tenants.
     """
 
-    def __init__(
-        self, train: RliteTrainEngine, served: ServedAdapters, tenants: Tenants, limits: TrainerLimits
-    ) -> None:
+    def __init__(self, train: RliteTrainEngine, served: ServedAdapters, tenants: Tenants, limits: TinkerLimits) -> None:
         self._train, self._served, self._tenants, self._limits = train, served, tenants, limits
         self._linear = {name: layer for name, layer in train.module.named_modules() if isinstance(layer, nn.Linear)}
-        self._actions = {
+        self._actions: dict[str, Callable[[TenantModel, bytes], Ending]] = {
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
@@ -81,20 +79,13 @@ class Trainer:
 
     def work(self, model: TenantModel) -> None:
         """Work on a model's next request, and settle it."""
-        seq_id = model.next_seq
-        request = model.pending[seq_id]
-        is_state = False
-        try:
-            self.bring(model)
-            if request.kind in self._actions:
-                result, is_state = self._actions[request.kind](model, request.body)
-            else:
-                result = Result.of(json.loads(request.body))
-        except (ConfigError, DataError, CheckpointError, WeightSyncError) as error:
-            result = Result.failed(str(error))
-        except Exception as error:  # of any engine: one request may not end the work of all tenants
-            logger.exception("a request of %s failed", model.model_id)
-            result = Result.failed(f"the server failed with {type(error).__name__}; its log has more", "server")
+        seq_id, request, ending = model.next_seq, model.pending[model.next_seq], Ending(Result(b""))
+        result = model.results.get(seq_id)  # of an earlier server, which has failed here
+        if result is None:
+            ending = self._act(model, request)
+            result = replace(ending.result, digest=request.digest)
+        if result.is_failure:
+            self._fail(model, seq_id, request, result)
         if seq_id == 0 and not model.is_resident:
             model.is_gone = True
             model.write()
@@ -102,29 +93,54 @@ class Trainer:
         del model.pending[seq_id]
         model.next_seq += 1
         model.used_at = time.monotonic()
-        limits = self._limits
-        if model.is_resident and not is_state and request.kind == "optim_step":
-            is_state = model.steps_since_save >= limits.save_every
-            if is_state or model.journal.num_bytes > limits.max_journal_bytes // 2:
-                try:
-                    self.save_state(model)
-                except (CheckpointError, StorageError) as error:  # the journal still holds what the state would
-                    logger.warning("the state of %s could not be saved: %s", model.model_id, error)
+        is_due = model.steps_since_save >= self._limits.save_every
+        is_due |= request.kind != "forward_backward" and model.journal.num_bytes > self._limits.max_journal_mib << 19
+        if ending.saved is not None or (model.is_resident and is_due):
+            try:
+                self.save_state(model, ending.saved, ending.with_optimizer)
+            except (CheckpointError, StorageError) as error:  # the journal still holds what the state would
+                logger.warning("the state of %s could not be saved: %s", model.model_id, error)
+
+    def _act(self, model: TenantModel, request: Request) -> Ending:
+        try:
+            self.bring(model)
+            if request.kind in self._actions:
+                return self._actions[request.kind](model, request.body)
+            return Ending(Result.of(json.loads(request.body)))
+        except (ConfigError, DataError, CheckpointError, StorageError, WeightSyncError) as error:
+            return Ending(Result.failed(str(error)))
+        except Exception as error:  # of any engine: one request may not end the work of all tenants
+            logger.exception("a request of %s failed", model.model_id)
+            told = f"the server failed with {type(error).__name__}; its log has more"
+            return Ending(Result.failed(told, "server"))
+
+    def _fail(self, model: TenantModel, seq_id: int, request: Request, result: Result) -> None:
+        """Let the step fail to which a failed request belongs, and keep the failure on disk."""
+        is_step = request.kind == "optim_step"
+        try:
+            if is_step or (request.kind == "forward_backward" and not read_forward(request.body)[0].is_forward_only):
+                model.broken = None if is_step else model.broken or json.loads(result.body)["error"]
+                model.open = {}
+                if model.is_resident:
+                    self._train.forget_gradients(model.model_id)
+            if seq_id and seq_id not in model.results:
+                model.journal.append(Record(RESULT, seq_id, result.encoded))
+        except RliteError as error:
+            logger.warning("a failure of %s could not be kept: %s", model.model_id, error)
 
     def recover(self, model: TenantModel) -> None:
         """Read what a server before this one has accepted."""
         records = model.journal.read()
-        state = next((record for record in records if record.kind == STATE), None)
-        if state is None:
-            model.pending[0] = Request("create", json.dumps(model.spec["answer"]).encode())
+        requests = {each.seq_id: Request.decoded(each.body) for each in records if each.kind == REQUEST}
+        model.results |= {each.seq_id: Result.decoded(each.body) for each in records if each.kind == RESULT}
+        if records and records[0].kind == STATE:
+            facts = json.loads(records[0].body)
+            model.state, model.next_seq, model.broken = State(**facts["state"]), records[0].seq_id + 1, facts["broken"]
+            model.num_steps, model.num_inflight = facts["num_steps"], facts["num_inflight"]
+            model.open = {seq_id: requests[seq_id] for seq_id in facts["open"]}
         else:
-            facts = json.loads(state.body)
-            model.next_seq, model.open_seqs, model.num_steps = state.seq_id + 1, facts["open"], facts["num_steps"]
-        for record in records:
-            if record.kind == RESULT:
-                model.results[record.seq_id] = Result(record.body[1:], record.body[:1] == b"p")
-            elif record.kind == REQUEST and record.seq_id >= model.next_seq:
-                model.pending[record.seq_id] = Request.decoded(record.body)
+            model.pending[0] = Request("create", json.dumps(model.spec["answer"]).encode())
+        model.pending |= {seq_id: request for seq_id, request in requests.items() if seq_id >= model.next_seq}
 
     # -- residence -----------------------------------------------------------------------------------------------
 
@@ -139,23 +155,19 @@ class Trainer:
             return
         if model.is_gone:
             raise ConfigError(f"model {model.model_id!r} was unloaded")
-        records = model.journal.read()
-        state = next((record for record in records if record.kind == STATE), None)
-        facts = {"folder": model.spec.get("load"), "optimizer": model.spec.get("optimizer", True), "open": []}
-        facts |= {} if state is None else json.loads(state.body)
-        if facts["folder"] is None:
+        self._make_room(model)
+        if model.state is None:
             options = LoraOptions(rank=model.spec["rank"], alpha=ALPHA, target_modules=self._targets(model.spec))
-            self._make_room(model, self._bytes_of(options))
             self._train.add_adapter(model.model_id, options, model.spec["seed"])
         else:
-            self._make_room(model, 0)
-            self._train.load_adapter(model.model_id, model.folder / facts["folder"], facts["optimizer"])
+            self._train.load_adapter(model.model_id, model.folder / model.state.folder, model.state.with_optimizer)
+        try:
+            for request in model.open.values():
+                self._compute(model, request.body)
+        except BaseException:
+            self._train.remove_adapter(model.model_id)
+            raise
         model.is_resident = True
-        bodies = {record.seq_id: record.body for record in records if record.kind == REQUEST}
-        model.open_seqs = []
-        for seq_id in facts["open"]:
-            self._compute(model, Request.decoded(bodies[seq_id]).body)
-            model.open_seqs.append(seq_id)
 
     def offload(self, model: TenantModel) -> None:
         """Free a model's memory. Its next request brings it back."""
@@ -173,33 +185,27 @@ class Trainer:
         for path in [*model.folder.glob("state-*"), model.folder / "journal"]:
             discard(path)
 
-    def bytes_of(self, model: TenantModel) -> int:
-        """Return the memory of a model that the engine holds; 0 if it does not."""
-        options = self._train.adapters.get(model.model_id)
-        return 0 if options is None else self._bytes_of(options)
-
-    def _make_room(self, model: TenantModel, num_bytes: int) -> None:
+    def _make_room(self, model: TenantModel) -> None:
         """Offload models of the same tenant that rest, until another one fits.
 
         Raises:
             ConfigError: it does not fit.
         """
         held = [own for own in self._tenants.models(model.owner) if own.is_resident]
-        taken = num_bytes + sum(map(self.bytes_of, held))
+        taken, most = sum(map(self._mib_of, [model, *held])), self._limits.max_adapter_mib
         for own in sorted(held, key=lambda each: each.used_at):
-            if taken > self._limits.max_bytes and not own.pending:
-                taken -= self.bytes_of(own)
+            if taken > most and not own.pending:
+                taken -= self._mib_of(own)
                 self.offload(own)
-        if taken > self._limits.max_bytes:
-            told = (
-                f"its adapters would take {taken / 2**20:.0f} MiB, and {self._limits.max_bytes / 2**20:.0f} are allowed"
-            )
-            raise ConfigError(f"tenant {model.owner!r}: {told} (max_adapter_mib); unload a model, or take a lower rank")
+        if taken > most:
+            told = f"its adapters would take {taken:.0f} MiB, and {most:.0f} are allowed (max_adapter_mib)"
+            raise ConfigError(f"tenant {model.owner!r}: {told}; unload a model, or take a lower rank")
 
-    def _bytes_of(self, options: LoraOptions) -> int:
-        chosen = options.target_modules
+    def _mib_of(self, model: TenantModel) -> float:
+        chosen = self._targets(model.spec)
         layers = [layer for name, layer in self._linear.items() if name in chosen or chosen == ["all-linear"]]
-        return sum(_BYTES_PER_PARAMETER * options.rank * (each.in_features + each.out_features) for each in layers)
+        num = model.spec["rank"] * sum(each.in_features + each.out_features for each in layers)
+        return num * _BYTES_PER_PARAMETER / 2**20
 
     def _targets(self, spec: dict[str, Any]) -> list[str]:
         """Return the layers of an adapter: those of attention, of the MLPs, or all.
@@ -231,18 +237,15 @@ class Trainer:
             self._train.save_adapter(model.model_id, folder)
         else:
             link(source, folder)
-        facts = {"folder": folder.name, "optimizer": with_optimizer, "open": model.open_seqs}
-        state = Record(STATE, seq_id, json.dumps({**facts, "num_steps": model.num_steps}).encode())
-        results = [
-            Record(RESULT, number, (b"p" if result.is_proto else b"j") + result.body)
-            for number, result in model.results.items()
-            if number <= seq_id
-        ]
-        opened = set(model.open_seqs)
+        state = State(folder.name, with_optimizer)
+        facts: dict[str, Any] = {"state": vars(state), "open": list(model.open), "broken": model.broken}
+        facts |= {"num_steps": model.num_steps, "num_inflight": model.num_inflight}
+        first = [Record(STATE, seq_id, json.dumps(facts).encode())]
+        first += [Record(RESULT, number, result.encoded) for number, result in model.results.items()]
         model.journal.rewrite(
-            [state, *results],
-            lambda record: record.kind == REQUEST and (record.seq_id > seq_id or record.seq_id in opened),
+            first, lambda record: record.kind == REQUEST and (record.seq_id > seq_id or record.seq_id in model.open)
         )
+        model.state = state
         for other in model.folder.glob("state-*"):
             if other != folder:
                 discard(other)
@@ -250,35 +253,36 @@ class Trainer:
 
     # -- actions -------------------------------------------------------------------------------------------------
 
-    def _forward_backward(self, model: TenantModel, body: bytes) -> tuple[Result, bool]:
+    def _forward_backward(self, model: TenantModel, body: bytes) -> Ending:
         result, is_open = self._compute(model, body)
         if is_open:
-            model.open_seqs.append(model.next_seq)
-        return result, False
+            model.open[model.next_seq] = Request("forward_backward", body)
+        return Ending(result)
 
     def _compute(self, model: TenantModel, body: bytes) -> tuple[Result, bool]:
         """Return the result, and whether gradients have accumulated.
 
         Raises:
-            DataError: the loss is not finite.
+            DataError: the loss is not finite, or an earlier request for gradients of the same step has failed.
         """
         request, _ = read_forward(body)
-        work = work_of(request)
-        if request.is_forward_only:
-            values = self._train.forward(work.batch, work.hook, adapter=model.model_id)
-            loss = work.loss_of(values)
-        else:
-            stats = self._train.forward_backward(work.batch, work.loss, adapter=model.model_id)
-            loss, values = stats["loss"], stats["logprobs"]
+        work, is_open = work_of(request), not request.is_forward_only
+        if is_open and model.broken:
+            raise DataError(f"the gradients of this step are dropped, as an earlier request has failed: {model.broken}")
+        run = self._train.forward_backward if is_open else self._train.eval_batch
+        stats = run(work.batch, work.loss, adapter=model.model_id)
         num_tokens = float(sum(shape[0] for shape in work.lengths))
+        if not math.isfinite(loss := stats["loss"]):
+            told = "the gradients are not finite, and optim_step will make no step" if is_open else "it is no number"
+            raise DataError(f"the loss is {loss}: {told}")
         model.last |= {"loss_per_token": loss / num_tokens}
-        if not math.isfinite(loss):
-            raise DataError(f"the loss is {loss}: the gradients are not finite, and optim_step will make no step")
         metrics = {"loss:sum": loss, "num_tokens:sum": num_tokens}
-        return Result(write_forward(work.logprobs_of(values), metrics), is_proto=True), not request.is_forward_only
+        return Result(write_forward(work.logprobs_of(stats["logprobs"]), metrics), is_proto=True), is_open
 
-    def _optim_step(self, model: TenantModel, body: bytes) -> tuple[Result, bool]:
-        given = json.loads(body)["adam_params"]
+    def _optim_step(self, model: TenantModel, body: bytes) -> Ending:
+        if model.broken:
+            raise DataError(f"no step was made: a request for gradients has failed, so all are dropped: {model.broken}")
+        given = json.loads(body)
         stats = self._train.optimizer_step(
             model.model_id,
             lr=given["learning_rate"],
@@ -287,60 +291,52 @@ class Trainer:
             weight_decay=given["weight_decay"],
             max_grad_norm=given["grad_clip_norm"] or math.inf,
         )
-        model.open_seqs = []
         if stats["is_skipped"] and stats["weight"]:
-            raise DataError("no step was made: a loss or a gradient is not finite; the gradients are dropped")
+            raise DataError("no step was made: a gradient is not finite; the gradients are dropped")
+        model.open = {}
         model.steps_since_save += 1
         model.num_steps += 1
         model.last |= {"grad_norm": stats["grad_norm"], "lr": stats["lr"]}
+        model.points.append({"step": model.num_steps, **model.last})
         metrics = {"grad_norm:mean": stats["grad_norm"], "is_skipped:max": stats["is_skipped"]}
-        return Result.of({"type": "optim_step", "metrics": metrics}), False
+        return Ending(Result.of({"type": "optim_step", "metrics": metrics}))
 
-    def _save_weights(self, model: TenantModel, body: bytes) -> tuple[Result, bool]:
+    def _save_weights(self, model: TenantModel, body: bytes) -> Ending:
         asked = json.loads(body)
-        name = asked.get("path") or f"seq-{model.next_seq}"
+        name = asked["path"] or f"seq-{model.next_seq}"
         folder = self._write(model, "weights", name, asked)
-        self._after(model, folder, with_optimizer=True)
-        return Result.of({"type": "save_weights", "path": model.path("weights", name)}), True
+        return Ending(Result.of({"type": "save_weights", "path": model.path("weights", name)}), folder)
 
-    def _load_weights(self, model: TenantModel, body: bytes) -> tuple[Result, bool]:
+    def _load_weights(self, model: TenantModel, body: bytes) -> Ending:
         asked = json.loads(body)
         _, folder = self._tenants.weights(model.owner, asked["path"], "weights")
         self._train.load_adapter(model.model_id, folder, asked["optimizer"])
-        model.open_seqs = []
-        self._after(model, folder, asked["optimizer"])
+        model.open, model.broken = {}, None
         answer = {"type": "load_weights", "path": asked["path"], "model_id": model.model_id}
-        return Result.of(answer), True
+        return Ending(Result.of(answer), folder, asked["optimizer"])
 
-    def _save_for_sampler(self, model: TenantModel, body: bytes) -> tuple[Result, bool]:
+    def _save_for_sampler(self, model: TenantModel, body: bytes) -> Ending:
         asked = json.loads(body)
-        number, is_inflight = asked.get("sampling_session_seq_id"), asked.get("kind") == "inflight"
-        name = asked.get("path") or (INFLIGHT if is_inflight else f"{UNNAMED}{model.next_seq}")
-        folder = self._write(model, "sampler_weights", name, {**asked, "overwrite": is_inflight})
+        number, is_inflight = asked["sampling_session_seq_id"], asked["kind"] == "inflight"
+        name = asked["path"] or (INFLIGHT if is_inflight else f"{UNNAMED}{model.next_seq}")
+        version = model.num_inflight + is_inflight
+        folder = self._write(model, "sampler_weights", name, {**asked, "overwrite": is_inflight}, version)
         if is_inflight:
+            model.num_inflight = version
             self._served.renew(served_name(model.model_id, name), folder)
         if number is None:
             path = model.path("sampler_weights", name)
-            return Result.of({"type": "save_weights_for_sampler", "path": path}), False
-        session = self._tenants.sessions[model.model_id.partition(":")[0]]
+            return Ending(Result.of({"type": "save_weights_for_sampler", "path": path}))
+        session = self._tenants.sessions[model.folder.parent.name]
         sampler = Sampler(f"{session.session_id}:sample:{number}", model.model_id, name, is_inflight)
-        session.samplers[number] = sampler
-        self._drop_old_samplers(model, session.samplers)
-        session.write()
+        session.add_sampler(number, sampler)
+        self._drop_old_samplers(model, session)
         answer = {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler.sampler_id}
-        return Result.of(answer), False
+        return Ending(Result.of(answer))
 
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def _after(self, model: TenantModel, folder: Path, with_optimizer: bool) -> None:
-        """Take saved weights as the state after the request that is worked on."""
-        model.next_seq += 1
-        try:
-            self.save_state(model, folder, with_optimizer)
-        finally:
-            model.next_seq -= 1
-
-    def _write(self, model: TenantModel, kind: Any, name: str, asked: dict[str, Any]) -> Path:
+    def _write(self, model: TenantModel, kind: Kind, name: str, asked: dict[str, Any], version: int = 0) -> Path:
         """Write weights under a name, whole or not at all.
 
         Returns:
@@ -351,74 +347,23 @@ class Trainer:
         """
         folder = model.folder / kind / name
         folder.parent.mkdir(mode=0o700, exist_ok=True)
-        facts = read_facts(folder)
-        if facts is not None and facts["seq_id"] != model.next_seq and not asked.get("overwrite"):
+        before = read_facts(folder)
+        if before is not None and before["seq_id"] != model.next_seq and not asked["overwrite"]:
             raise ConfigError(f"{model.path(kind, name)} exists; take another name, or overwrite=True")
-        self._train.save_adapter(model.model_id, folder)
-        seconds = asked.get("ttl_seconds")
-        facts = {"seq_id": model.next_seq, "time": time.time(), "user_metadata": asked.get("user_metadata")}
-        facts |= {"expires": None if seconds is None else time.time() + seconds, "spec": model.spec}
-        replace(facts_file(folder), json.dumps(facts).encode(), 0o600)
-        if self._limits.keep_weights is not None and asked.get("path"):
-            named = [own for own in saved_weights(folder.parent) if not own.name.startswith("_")]
-            for old in named[: -self._limits.keep_weights]:
+        self._train.save_adapter(model.model_id, folder, with_optimizer=kind == "weights")
+        facts = {"seq_id": model.next_seq, "version": version, "time": time.time(), "spec": model.spec}
+        facts |= {"expires": expiry(asked["ttl_seconds"]), "user_metadata": asked["user_metadata"]}
+        write_facts(folder, facts)
+        if self._limits.keep_weights is not None and asked["path"]:
+            for old, _ in saved_weights(folder.parent)[: -self._limits.keep_weights]:
                 drop_weights(old)
         return folder
 
-    def _drop_old_samplers(self, model: TenantModel, samplers: dict[int, Sampler]) -> None:
-        own = [
-            (number, each)
-            for number, each in samplers.items()
-            if each.model_id == model.model_id and each.name and each.name.startswith(UNNAMED)
+    def _drop_old_samplers(self, model: TenantModel, session: Session) -> None:
+        samplers = [
+            (number, each) for number, each in list(session.samplers.items()) if each.model_id == model.model_id
         ]
-        for number, sampler in own[: -self._limits.keep_samplers]:
-            del samplers[number]
-            drop_weights(model.folder / "sampler_weights" / str(sampler.name))
-
-
-def link(source: Path, folder: Path) -> None:
-    """Make a folder with the same files as another, without copying them.
-
-    Args:
-        source: the folder.
-        folder: the folder to make or replace.
-
-    Raises:
-        CheckpointError: the files could not be linked.
-    """
-    try:
-        staged = staging(folder)
-        shutil.copytree(source, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
-        publish(staged, folder)
-    except (OSError, shutil.Error) as error:
-        raise CheckpointError(f"{folder}: could not be written: {error}") from error
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        Path(target).hardlink_to(source)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target)
-
-
-def facts_file(folder: Path) -> Path:
-    """Return the file of what is known of saved weights."""
-    return folder.with_name(f".{folder.name}.json")
-
-
-def read_facts(folder: Path) -> dict[str, Any] | None:
-    """Return what is known of saved weights; None if they do not exist."""
-    file = facts_file(folder)
-    return json.loads(file.read_bytes()) if folder.is_dir() and file.exists() else None
-
-
-def saved_weights(folder: Path) -> list[Path]:
-    """Return the folders of weights in a folder, the oldest first."""
-    found = {each: read_facts(each) for each in folder.glob("[!.]*")} if folder.is_dir() else {}
-    return sorted((each for each, facts in found.items() if facts), key=lambda each: found[each]["time"])  # type: ignore[index]
-
-
-def drop_weights(folder: Path) -> None:
-    """Delete saved weights."""
-    discard(facts_file(folder))
-    discard(folder)
+        own = [(number, each.name) for number, each in samplers if each.name and each.name.startswith(UNNAMED)]
+        for number, name in own[: -self._limits.keep_samplers]:
+            session.samplers.pop(number, None)
+            drop_weights(model.folder / "sampler_weights" / name)

@@ -5,6 +5,7 @@ The messages are those of `tinker.proto`, which clients send since tinker 0.25.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     messages.DTYPE_INT64: np.dtype(np.int64),
     messages.DTYPE_INT32: np.dtype(np.int32),
 }
+MAX_DENSE = 1 << 26
+"""cells of the sparse tensors of a request, which become dense"""
 _EMPTY_TOP = -99999.0
 """log-probability of a cell without a token"""
 
@@ -52,9 +55,11 @@ def read_forward(body: bytes) -> tuple[ForwardRequest, bytes]:
     if texts:
         name, text = min(texts.items())
         raise DataError(f"loss_fn_config: {name}={text!r} is a text; the losses of this server take numbers alone")
+    tensors = [tensor for datum in message.data for tensor in datum.loss_fn_inputs.values()]
+    cells = sum(abs(math.prod(tensor.shape)) for tensor in tensors if tensor.WhichOneof("encoding") == "sparse_csr")
+    if not message.data or cells > MAX_DENSE:
+        raise DataError(f"data: expected one datum or more, with at most {MAX_DENSE} cells of sparse tensors")
     rows = [_row(datum, f"data[{number}]") for number, datum in enumerate(message.data)]
-    if not rows:
-        raise DataError("data: expected one datum or more, found none")
     request = ForwardRequest(
         message.model_id, message.seq_id, message.loss_fn, dict(message.loss_fn_config), message.forward_only, rows
     )
@@ -76,16 +81,22 @@ def _tensor(message: Any, where: str) -> Tensor:
 
     Raises:
         DataError: the bytes do not fill the shape.
+        ValueError: never; it becomes a DataError.
     """
-    if message.dtype not in _DTYPES:
-        raise DataError(f"{where}: expected float32, int64 or int32, found dtype {message.dtype}")
+    if message.dtype not in _DTYPES or min(message.shape, default=0) < 0:
+        told = f"found dtype {message.dtype} and shape {list(message.shape)}"
+        raise DataError(f"{where}: expected float32, int64 or int32 and a shape, {told}")
     dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
     try:
         if message.WhichOneof("encoding") == "sparse_csr":
             sparse = message.sparse_csr
             crow, columns = (np.frombuffer(each, np.int64) for each in (sparse.crow_indices, sparse.col_indices))
+            counts = np.diff(crow)
+            is_bad = bool(((counts < 0) | (counts > len(columns))).any() or (columns < 0).any() or crow[:1].any())
+            if is_bad or len(shape) != 2 or len(counts) != shape[0] or counts.sum() != len(columns):
+                raise ValueError("expected two dimensions, and row indices from 0 to the number of columns")
             dense = np.zeros(shape, dtype)
-            dense[np.repeat(np.arange(len(crow) - 1), np.diff(crow)), columns] = np.frombuffer(sparse.values, dtype)
+            dense[np.repeat(np.arange(shape[0]), counts), columns] = np.frombuffer(sparse.values, dtype)
             return torch.from_numpy(dense)
         flat = np.frombuffer(message.dense, dtype)
         return torch.from_numpy(flat.reshape(shape or (-1,)).copy())
@@ -142,28 +153,6 @@ def write_samples(answers: Sequence[LLMResponse], scored: PromptLogprobs | None,
             told = response.topk_prompt_logprobs
             told.k, told.length, told.token_ids, told.logprobs = num_top, len(values), ids.tobytes(), tops.tobytes()
     return response.SerializeToString(deterministic=True)
-
-
-def prompt_tokens(prompt: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of a `ModelInput` in JSON.
-
-    Raises:
-        DataError: it holds other chunks than text, or no token.
-    """
-    chunks = prompt.get("chunks")
-    if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
-        raise DataError("prompt.chunks: expected a list of chunks of tokens")
-    tokens: list[int] = []
-    for number, chunk in enumerate(chunks):
-        found = chunk.get("tokens")
-        if chunk.get("type") != "encoded_text" or not isinstance(found, list):
-            raise DataError(
-                f"prompt.chunks[{number}]: expected type encoded_text, found {str(chunk.get('type'))[:40]!r}"
-            )
-        tokens += found
-    if not tokens or any(type(token) is not int for token in tokens):
-        raise DataError("prompt: expected one token or more, each a whole number")
-    return tokens
 
 
 def check_version(version: str) -> None:

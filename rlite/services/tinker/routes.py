@@ -1,14 +1,24 @@
-"""Objects that the routes share: sessions, queues, samples, and facts of the base model."""
+"""Routes as functions of the server's objects, the tenant and the request's form.
+
+    @ROUTES("POST", "optim_step", bodies.OptimStep)
+    async def _optim_step(shop: Shop, owner: str, asked: bodies.OptimStep) -> Answer: ...
+
+The JSON of the answer is what a function returns.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from rlite.errors import DataError
 from rlite.imports import optional
 from rlite.services.tinker import bodies
 from rlite.services.tinker.desk import Desk
+from rlite.services.tinker.options import TinkerLimits
 from rlite.services.tinker.samples import Samples
 from rlite.services.tinker.tenants import SESSION_ID, Sampler, Tenants, UnknownName
 
@@ -37,8 +47,7 @@ class Shop:
     vocab_size: int
     max_length: int
     """longest prompt and answer, and longest datum, in tokens"""
-    max_models: int
-    """models of a tenant"""
+    limits: TinkerLimits
 
     def check_base(self, name: str | None) -> None:
         """Check the base model of a request.
@@ -64,11 +73,49 @@ class Shop:
         return session.samplers[int(found[3])]
 
 
-async def read(request: web.Request, cls: type[bodies.B]) -> bodies.B:
-    """Return the JSON body of a request.
+Answer = dict[str, Any] | web.StreamResponse
+Act = Callable[[Shop, str, Any], Awaitable[Answer]]
 
-    Args:
-        request: the request.
-        cls: the form of the body.
-    """
-    return bodies.read(cls, await read_body(request, MAX_BODY))
+
+class Routes:
+    """Routes of one file."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, str, type[bodies.Body] | None, Act]] = []
+
+    def __call__(self, method: str, path: str, form: type[bodies.Body] | None = bodies.Body) -> Callable[[Act], Act]:
+        """Add the function below as a route.
+
+        Args:
+            method: the HTTP method.
+            path: the path below `ROOT`; names in braces are values of the form.
+            form: form of the request; None leaves reading to the function.
+
+        Returns:
+            A decorator.
+        """
+
+        def add(act: Act) -> Act:
+            self._found.append((method, path, form, act))
+            return act
+
+        return add
+
+    def bound(self, shop: Shop) -> list[web.RouteDef]:
+        """Return the routes for aiohttp.
+
+        Args:
+            shop: the objects that they work with.
+        """
+        return [
+            web.route(method, f"{ROOT}/{path}", partial(_answer, shop, form, act))
+            for method, path, form, act in self._found
+        ]
+
+
+async def _answer(shop: Shop, form: type[bodies.Body] | None, act: Act, request: web.Request) -> web.StreamResponse:
+    asked: Any = request
+    if form is not None:
+        asked = bodies.read(form, await read_body(request, MAX_BODY), {**request.query, **request.match_info})
+    answer = await act(shop, request.get(OWNER, ""), asked)
+    return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
