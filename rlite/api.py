@@ -42,6 +42,7 @@ from rlite.services.console.sinks import read_metrics
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import KEY, key_of
 from rlite.trainer.run.program_objects import IN_MEMORY, REWARD, ProgramObjects
+from rlite.trainer.run.training_run import TrainerLoop
 from rlite.wording import number
 
 Data = str | os.PathLike[str] | Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
@@ -58,7 +59,7 @@ _OF_SET = re.compile(rf"{KEY}(\.[^.]+)?\.{REWARD}")
 
 
 def train(
-    algorithm: str,
+    algorithm: str | type[TrainerLoop],
     *,
     model: str | os.PathLike[str] | None = None,
     data: Data | None = None,
@@ -74,7 +75,7 @@ def train(
 
     Args:
         algorithm: name of the command: "sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto", "grpo", "ppo" or
-            "distill".
+            "distill"; or a class that extends its trainer, such as `GrpoTrainer`.
         model: folder or hub name of a Hugging Face checkpoint.
         data: rows to train on, or their path.
         test_data: rows to evaluate on, or their path; or several of these by the names of their sets.
@@ -94,9 +95,7 @@ def train(
         UnknownOptionError: an option is unknown.
         DataError: some rows cannot be used.
     """
-    if algorithm not in TRAINERS:
-        raise ConfigError(f"train({algorithm!r}): {did_you_mean(algorithm, TRAINERS)}")
-    trainer: Any = TRAINERS[algorithm].find_trainer()
+    trainer = _trainer(algorithm)
     is_named = isinstance(test_data, Mapping) and not has_columns(test_data)
     sets: Any = test_data if is_named else {UNNAMED: test_data}
     data, tests = as_rows(data), {key_of(name): as_rows(rows) for name, rows in sets.items()}
@@ -150,6 +149,20 @@ def evaluate(
     named = {key: value for key, value in named.items() if value is not None}
     settings = config.load(EvalConfig, [], given={"model": model, "out": None, **named, **reward_options, **options})
     return run_evaluation(settings, ProgramObjects(_rows(data, "data"), rewards=functions))
+
+
+def _trainer(algorithm: Any) -> Any:
+    """Return a class of trainers by the name of its command, or the class itself.
+
+    Raises:
+        ConfigError: there is no such command, or the class extends no trainer.
+    """
+    if isinstance(algorithm, str) and algorithm in TRAINERS:
+        return TRAINERS[algorithm].find_trainer()
+    if isinstance(algorithm, type) and issubclass(algorithm, TrainerLoop) and hasattr(algorithm, "config_class"):
+        return algorithm
+    hint = did_you_mean(algorithm, TRAINERS) if isinstance(algorithm, str) else "expected a name, or a class"
+    raise ConfigError(f"train({algorithm!r}): {hint}")
 
 
 SHOWN = ("reward", "accuracy", "loss", "test_loss")

@@ -26,5 +26,5 @@ class LearningCurve(Callback):
 
     def on_save(self, run: Any, metrics: Any) -> None:
         chosen = self.metrics or [name for name in USUAL if name in metrics]
-        title = f"{run.config.trainer.experiment_name}, step {run.step}"
+        title = f"{run.config.trainer.run_name}, step {run.step}"
         plot_learning_curve(run.folder / "metrics.jsonl", run.folder / "learning_curve.png", chosen, title=title)

@@ -12,6 +12,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from rlite import files
+from rlite.assembly.prints import PrintLog
 from rlite.data.packs import layout
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import writing
@@ -97,7 +98,7 @@ def run_observers(
     """
     options = run.config.trainer
     report = RunReport(options, reported, f"rlite {name}", plan, progress)
-    return [SinkLog(options), report, StepTrace(options, run.folder), StepReport()]
+    return [SinkLog(options), report, PrintLog(run), StepTrace(options, run.folder), StepReport()]
 
 
 EQUAL_REWARDS = "all rewards of the group are equal"

@@ -24,6 +24,7 @@ from rlite.trainer.model.options import OptimizerOptions, ParameterGroupOptions
 from rlite.trainer.options import TableOptions
 from rlite.trainer.rl.engines import Engines
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.run.folder import PRINTS
 from rlite.trainer.run.schedule import sampling_plan, topic_of
 from rlite.wording import counted
 
@@ -93,7 +94,7 @@ class BatchPlan:
         if unread := options.without_effect():
             plan["without effect"] = unread
         if not all(one.in_process or one.path is None for one in options.reward.values()):
-            plan["prints"] = "what a reward prints in its process is discarded; with in_process=true it is shown"
+            plan["prints"] = f"what a reward prints in its process is shown once, and kept in {PRINTS}"
         if not (sampling.stop or sampling.stop_token_ids or end_ids(actor.model_name)):
             remedy = "add it, or give train_sampling_params.stop"
             plan["no end"] = f"the model has no eos_token_id: no response ends early; {remedy}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from rlite.assembly.workflows import RunWorkflows
 from rlite.data.chat.template import CLOCK
 from rlite.data.prompts import PromptStream
 from rlite.data.rows import Rows, mixed_rows, prompt_stream, read_source, streamed_source
-from rlite.errors import SnapshotLost
+from rlite.errors import ConfigError, SnapshotLost
 from rlite.evaluation.sets import make_sets, reported_metrics
 from rlite.evaluation.training import InvalidEvaluations, make_evaluations
 from rlite.restarts import RestartBudget
@@ -38,8 +38,9 @@ from rlite.services.console.probe import SyncProbe
 from rlite.trainer.callbacks import Callback
 from rlite.trainer.held_out import HeldOutPromptOptions, held_out_sources, key_of
 from rlite.trainer.options import TrainerOptions
+from rlite.trainer.rl.coefficients import Coefficients
 from rlite.trainer.rl.credit import credited_advantages
-from rlite.trainer.rl.critic import Critic, KlCoefficient
+from rlite.trainer.rl.critic import Critic
 from rlite.trainer.rl.device_plan import DevicePlan
 from rlite.trainer.rl.engines import Engines, LogprobPasses
 from rlite.trainer.rl.objective import PolicyLoss, compute_advantages
@@ -123,12 +124,12 @@ class Parts:
         self.critic = maker.critic(engines)
         self.advantages = maker.advantages(workflow)
         """batch, weight of the KL -> batch with advantages"""
-        self.kl = KlCoefficient(options.kl)
+        self.coefficients = self.run.coefficients = Coefficients(options)
         self.evaluations = make_evaluations(options.test_data, trainer, self.run, engines, sets)
         self.invalid = InvalidEvaluations(options.test_data, self.run)
         self.stateful: dict[str, Any] = {
             "prompts": self.prompts,
-            "kl": self.kl,
+            "kl": self.coefficients,  # its name in the checkpoints of earlier versions
             "rollouts": self.rollouts,
             "evaluations": self.evaluations,
         }
@@ -137,8 +138,6 @@ class Parts:
         """None: no state is kept, and a lost worker ends the run"""
         self.is_selective = is_selective(self.loss.configured)
         """true if the loss treats some tokens differently, which it chooses in the whole batch of an update"""
-        self.has_adaptive_loss = options.kl.type == "loss" and options.kl.adaptive_target is not None
-        """the weight of the KL in the loss follows a target"""
 
 
 @dataclass(frozen=True)
@@ -153,19 +152,26 @@ class PartsMaker:
         return loss_class(options.distill)(
             policy_loss=actor.policy_loss.name,
             options=actor.policy_loss.options,
-            clip_low=actor.clip,
-            clip_high=actor.clip if actor.clip_high is None else actor.clip_high,
             avg_level=actor.avg_level,
-            temperature=options.temperature,
             max_new_tokens=options.rollout.train_sampling_params.max_new_tokens,
             tis_coef=actor.tis_coef,
             rejection=actor.rejection,
             off_policy_threshold=actor.off_policy_threshold,
-            entropy_coef=actor.entropy_coef,
-            kl_coef=options.kl.coef if options.kl.type == "loss" else 0.0,
             kl_estimator=options.kl.loss_estimator,
             returns_tokens=options.trainer.record != "none",
+            **self.coefficients(),
         )
+
+    def coefficients(self) -> dict[str, Any]:
+        """Return the fields of the policy's loss that may change during a run."""
+        options, actor = self.options, self.options.actor
+        return {
+            "clip_low": actor.clip,
+            "clip_high": actor.clip if actor.clip_high is None else actor.clip_high,
+            "temperature": options.temperature,
+            "entropy_coef": actor.entropy_coef,
+            "kl_coef": options.kl.coef if options.kl.type == "loss" else 0.0,
+        }
 
     def advantages(self, workflow: RolloutWorkflow) -> Callable[..., TensorDict]:
         """Return the function of a batch and `kl_coef` that computes advantages.
@@ -228,6 +234,25 @@ class PartsMaker:
         return kind(rollout, engines.rollout, workflow, prompts, *sizes, *others)
 
 
+def begin_step(trainer: Any, values: Mapping[str, float]) -> None:
+    """Let coefficients take effect in the next step of a trainer.
+
+    Args:
+        trainer: a `PpoTrainer`.
+        values: the coefficients by name.
+
+    Raises:
+        ConfigError: a workflow without a gconfig would have to sample at another temperature.
+    """
+    fields = PartsMaker(trainer.options.with_coefficients(values)).coefficients()
+    trainer.loss, trainer.coefficients.kl = replace(trainer.loss, **fields), values.get("kl_coef")
+    trainer.logprobs = replace(trainer.logprobs, temperature=fields["temperature"])
+    if "temperature" in values:
+        if (gconfig := trainer.workflow.gconfig) is None:
+            raise ConfigError("schedule.temperature: a workflow without a gconfig decides its sampling itself")
+        trainer.workflow.gconfig = gconfig.new(temperature=values["temperature"], greedy=False)
+
+
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     """Return the observers of a trainer's run, after its engines are built.
 
@@ -245,7 +270,7 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach, learns_rewards)
     template = TemplateFile(options.train_data.chat_template_path)
     probe = [SyncProbe(rollout, every)] if (every := options.rollout.verify_sync) else []
-    own += [alarms, *probe, LearningFacts(equal_rewards), template, HashChain(trainer.name, parts.run)]
+    own += [alarms, *probe, LearningFacts(equal_rewards), template, HashChain(trainer, parts.run)]
     return [usage, record, *own]
 
 

@@ -44,7 +44,7 @@ def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | 
         *filter(None, [record]),
         *own,
         TemplateFile(trainer.options.data.chat_template_path),
-        HashChain(trainer.name, trainer.run),
+        HashChain(trainer, trainer.run),
     ]
 
 

@@ -124,15 +124,20 @@ def make_sets(
         check_name(KEY, name)
         chosen, ours = options.get(name, HeldOutPromptOptions()), own.get(name)
         sampling = sampling_of(chosen.sampling) if ours is None else chosen.sampling
-        found[name] = make_set(name, table, _sampled(workflow if ours is None else ours, sampling), chosen)
+        evaluating = workflow if ours is None else ours
+        found[name] = make_set(name, table, _sampled(evaluating, sampling, evaluating is workflow), chosen)
     return found
 
 
-def _sampled(workflow: RolloutWorkflow, sampling: SetSamplingOptions) -> RolloutWorkflow:
-    """Return the workflow with the sampling options that are set; a workflow without a `gconfig` stays as it is."""
-    if workflow.gconfig is None or (wanted := sampling.gconfig(workflow.gconfig)) == workflow.gconfig:
+def _sampled(workflow: RolloutWorkflow, sampling: SetSamplingOptions, is_copied: bool) -> RolloutWorkflow:
+    """Return the workflow with the sampling options that are set; a workflow without a `gconfig` stays as it is.
+
+    That of training is copied in any case: its sampling may change.
+    """
+    if workflow.gconfig is None:
         return workflow
-    return workflow.sampled_by(wanted)
+    wanted = sampling.gconfig(workflow.gconfig)
+    return workflow.sampled_by(wanted) if is_copied or wanted != workflow.gconfig else workflow
 
 
 def reported_metrics(

@@ -38,6 +38,8 @@ class Episode:
 
     def __init__(self, submitted: float, siblings: Sequence[Episode] = ()) -> None:
         self._submitted, self.siblings = submitted, siblings
+        self.item, self.sample, self.is_trained = "", 0, False
+        """name of the data item, the episode's number among those of the item, and whether it is trained on"""
         self.started: float | None = None
         self.ended: float | None = None
         self.ended_at: float | None = None

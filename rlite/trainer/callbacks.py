@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlite.errors import CallbackError, ConfigError, own_traceback
@@ -30,12 +31,9 @@ Metrics = Mapping[str, float]
 class Callback:
     """Receives the run and its metrics. A subclass overrides the methods that it needs.
 
-    The run has `step`, `total_steps`, `folder`, `config`, `console` and `stop(reason)`, which ends the run after this
-    step with a checkpoint. If a method raises an exception, the run ends after this step in the same way, with a
-    CallbackError.
-
-    A number that a method enters into `metrics`, as in `metrics["own"] = 0.5`, is logged with the step, in a line of
-    its own of metrics.jsonl.
+    The run has `step`, `total_steps`, `folder`, `config` and `console`. `run.log({"own": 0.5})` logs numbers with the
+    step. `run.set(entropy_coef=0.01)` changes coefficients from the next step on. `run.stop(reason)` ends the run after
+    this step with a checkpoint. If a method raises an exception, the run ends in the same way, with a CallbackError.
     """
 
     def on_start(self, run: TrainingRun, metrics: Metrics) -> None:
@@ -53,7 +51,7 @@ class Callback:
     def on_save(self, run: TrainingRun, metrics: Metrics) -> None:
         """Take the metrics of a step after which `latest/` was written. `state/` may still be written by workers.
 
-        Changes of the callback's own state, and a stop, are not in this checkpoint.
+        Changes of the callback's own state, `run.set` and a stop are not in this checkpoint.
         """
 
     def on_end(self, run: TrainingRun, metrics: Metrics) -> None:
@@ -107,26 +105,17 @@ class Callbacks:
             seen[name] += 1
             self.by_name[name if seen[name] == 1 else f"{name}-{seen[name]}"] = callback
 
-    def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> dict[str, float]:
+    def call(self, event: Event, run: TrainingRun, metrics: Metrics) -> None:
         """Call a method of every callback. An exception becomes `failure`, and the other callbacks are still called.
 
         Args:
             event: name of the method.
             run: the run.
             metrics: metrics of the step or of the evaluation.
-
-        Returns:
-            The metrics that the callbacks have added or changed.
         """
-        added: dict[str, float] = {}
         for name, callback in self.by_name.items():
             with self._blamed(name, f"{event} at step {run.step}"):
-                given = {**metrics, **added}
-                getattr(callback, event)(run, own := dict(given))
-                added |= {
-                    key: float(value) for key, value in own.items() if key not in given or given[key] is not value
-                }
-        return added
+                getattr(callback, event)(run, MappingProxyType(dict(metrics)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every callback by name. An unavailable state is {}, and its error becomes `failure`."""

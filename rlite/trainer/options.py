@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -221,8 +222,8 @@ class RunOptions(Options):
     """the same as wandb among the sinks"""
     project: str = "rlite"
     """name for wandb and trackio"""
-    experiment_name: str = "run"
-    """name for wandb and trackio"""
+    experiment_name: str | None = None
+    """name for wandb and trackio; default: the last two folders of save_dir but for runs: runs/math/ppo is math-ppo"""
     entity: str | None = None
     """user or team of wandb; default: the account's own"""
     group: str | None = None
@@ -261,6 +262,12 @@ class RunOptions(Options):
     def limit_key(self) -> str:
         """The option that says how long the run is."""
         return "trainer.total_steps"
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run for sinks and pictures."""
+        parts = [part for part in Path(self.save_dir).expanduser().parts[-2:] if part not in ("/", "runs")]
+        return self.experiment_name or "-".join(parts) or "run"
 
     @property
     def all_sinks(self) -> list[str]:

@@ -85,7 +85,8 @@ class PpoTrainer(TrainerLoop):
         self.parts, self.options, self.workflow = parts, parts.options, workflow
         self.run, self.engines, self.recovery = parts.run, parts.engines, parts.recovery
         self.data, self.prompts, self.rollouts = parts.data, parts.prompts, parts.rollouts
-        self.logprobs, self.critic, self.loss, self.kl = parts.logprobs, parts.critic, parts.loss, parts.kl
+        self.logprobs, self.critic, self.loss = parts.logprobs, parts.critic, parts.loss
+        self.coefficients = parts.coefficients
         self.evaluations, self.invalid = parts.evaluations, parts.invalid
         self.ended: Any = None
         """result of the run's own evaluations in the last call of `evaluate`; None: a subclass has made its own"""
@@ -94,7 +95,13 @@ class PpoTrainer(TrainerLoop):
 
     def _next_batch(self) -> TensorDict:
         """Return rollouts to learn from."""
+        self.begin_step()
         return self.rollouts.next_batch()
+
+    def begin_step(self) -> None:
+        """Let the coefficients of the next step take effect, if they may differ from their options."""
+        if self.coefficients.may_differ:
+            assembly.begin_step(self, self.coefficients.at(self.run.step + 1))
 
     def learn(self, batch: TensorDict) -> TensorDict:
         """Update the models from generated rollouts, and sync the policy's weights.
@@ -116,7 +123,7 @@ class PpoTrainer(TrainerLoop):
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""
-        return self.parts.advantages(batch, kl_coef=self.kl.coef)
+        return self.parts.advantages(batch, kl_coef=self.coefficients.kl)
 
     @stats_tracker.record_timing("update")
     def update(self, batch: TensorDict) -> TensorDict:
@@ -128,8 +135,7 @@ class PpoTrainer(TrainerLoop):
         """
         if self.run.step < self.options.actor.freeze_steps:
             return batch
-        actor, longest = self.engines.actor, self.options.actor.max_inference_length_per_device
-        loss = replace(self.loss, kl_coef=self.kl.coef) if self.parts.has_adaptive_loss else self.loss
+        actor, longest, loss = self.engines.actor, self.options.actor.max_inference_length_per_device, self.loss
         self.engines.move_to_device(actor)
         actor.train()
         columns: dict[str, Tensor] = {"is_skipped": torch.zeros(len(batch), dtype=torch.bool)}
@@ -177,7 +183,9 @@ class PpoTrainer(TrainerLoop):
 
     def _metrics_of(self, batch: TensorDict) -> dict[str, float]:
         metrics = step_metrics(batch) | {"reward_trained": trajectory_rewards(batch).mean().item()}
-        return metrics | self.kl.adapt(metrics.get("kl"), len(batch)) if self.kl.is_adaptive else metrics
+        if not (own := self.coefficients).may_differ:
+            return metrics
+        return metrics | own.end_step(self.run.step, metrics.get("kl"), len(batch))
 
     # -- the run -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import datasets
 import pytest
+from tensordict import TensorDict
 
 import rlite
+from rlite.data.packs import with_keys
 from rlite.errors import ConfigError
 from rlite.runtime.cluster.session import has_session
+from rlite.trainer.grpo import GrpoTrainer
 from tests import forked_python
 from tests.integration.worlds import environment
 from tests.tiny import build_model_dir
@@ -107,6 +111,35 @@ def test_rewards_are_normalised_one_by_one_with_their_weights_and_returns_are_wh
 
 def length(prompt: str, completions: str, **row: Any) -> float:
     return float(len(completions))
+
+
+class Doubled(GrpoTrainer):
+    """A trainer of the program."""
+
+    def with_advantages(self, batch: TensorDict) -> TensorDict:
+        batch = super().with_advantages(batch)
+        return with_keys(batch, advantages=2 * batch["advantages"])
+
+
+def test_a_class_of_the_program_trains_and_what_its_reward_prints_is_kept(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def talks(prompt: str, completions: str, **row: Any) -> float:
+        print(f"{len(completions)} characters")
+        return float(len(completions))
+
+    small = {"train_data.prompts_per_rollout": 2, "rollout.train_sampling_params": {"max_new_tokens": 4}}
+    run = rlite.train(Doubled, model=model, data=PAIRS, reward=talks, save_dir=tmp_path, total_steps=1, **small)
+    assert run.metrics["reward"] > 0
+    lines = [json.loads(line) for line in (tmp_path / "prints.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {1}
+    assert len({(line["row"], line["sample"]) for line in lines}) == 16
+    assert capfd.readouterr().out.count("reward talks printed") == 1
+    begin = json.loads((tmp_path / "chain.jsonl").read_text().splitlines()[0])
+    assert begin["class"].endswith("test_api.Doubled")
+    for wrong in (int, rlite.RliteTrainEngine, "grpoo", None):
+        with pytest.raises(ConfigError, match=r"train\("):
+            rlite.train(wrong, model=model, data=PAIRS)  # type: ignore[arg-type]
 
 
 def test_a_run_that_fails_leaves_no_session(model: str, tmp_path: Path) -> None:

@@ -226,13 +226,13 @@ def test_a_run_whose_last_updates_were_skipped_ends_with_an_error(model: Path, t
 def stop_after(learner: Any, step: int) -> None:
     """Interrupt a run at the end of the step after this one, before that one is saved."""
     run = learner.run
-    log = run.log
+    log = run.log_step
 
     def log_and_stop(metrics: Any) -> None:
         log(metrics)
         if run.step == step + 1:
             raise KeyboardInterrupt
 
-    run.log = log_and_stop
+    run.log_step = log_and_stop
     with pytest.raises(KeyboardInterrupt):
         learner.fit()

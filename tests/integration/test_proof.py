@@ -28,9 +28,11 @@ from rlite.assembly.proof.report import REPLAYED, Report
 from rlite.assembly.proof.trainers import literal
 from rlite.assembly.trainers import TRAINERS
 from rlite.errors import CheckpointError, ConfigError, DataError
+from rlite.services.console.sinks import read_metrics
 from rlite.services.record.batches import RecordedBatch, read_batch
 from rlite.services.record.chain import ChainWriter, hash_file, read_chain
 from rlite.services.record.reader import RecordReader
+from rlite.trainer.callbacks import CALLBACKS, Callback
 from tests.mixtures import build_mixture_dir
 from tests.tiny import build_model_dir
 
@@ -648,3 +650,56 @@ def test_the_command_of_a_chain_has_no_secrets() -> None:
     expected = "rlite grpo actor.lr=1e-6 'reward.judge.api_key=(removed)' '(removed)' 'a b'"
     assert public_command(given) == expected
     assert public_command(["examples/train.py", "--steps=3"]) == "train.py --steps=3"
+
+
+class SetsAfterTwo(Callback):
+    """Sets two coefficients after the second step."""
+
+    def on_step(self, run: Any, metrics: Any) -> None:
+        if run.step == 2:
+            run.set(clip=0.05, entropy_coef=-0.03)
+
+
+CHANGING: dict[str, Any] = {
+    "actor.update_per_rollout": 1,
+    "kl.type": "loss",
+    "rollout.deterministic": True,
+    "schedule.entropy_coef": {1: 0.05, 6: 0.0},
+    "schedule.kl_coef": {1: 0.2, 5: 0.0},
+    "schedule.temperature": {1: 1.0, 4: 0.7},
+    "trainer.callbacks": ["sets_after_two"],
+    "trainer.save_freq": 3,
+    "trainer.keep": 9,
+}
+
+
+def test_coefficients_that_change_are_those_of_resume_replay_and_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CALLBACKS, "sets_after_two", SetsAfterTwo)
+    train(tmp_path, "grpo", 3, **CHANGING)
+    run = train(tmp_path, "grpo", 5, **CHANGING)
+    train(tmp_path, "grpo", 5, **CHANGING, **{"trainer.save_dir": str(tmp_path / "straight")})
+    made, straight = (
+        [line for line in read_metrics(path / "metrics.jsonl") if "loss" in line]
+        for path in (run, tmp_path / "straight")
+    )
+    names = ("loss", "reward", "temperature", "kl_coef", "entropy_coef", "clip", "set/clip")
+    assert [[line.get(name) for name in names] for line in made] == [[line.get(n) for n in names] for line in straight]
+    assert [line["entropy_coef"] for line in made] == [0.05, pytest.approx(0.04), -0.03, -0.03, -0.03]
+    assert [line["temperature"] for line in made] == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.7])
+    assert {*verdicts(replayed(run, 5))} == {"equal"}
+    assert found_in(run) == []
+
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(lines.replace('"set/entropy_coef": -0.03', '"set/entropy_coef": 0.5'))
+    assert "differs" in verdicts(replayed(run, 5)), "the loss contradicts a coefficient that was not in force"
+
+
+def test_an_adapted_weight_of_the_kl_is_that_of_the_step_in_replay_and_audit(tmp_path: Path) -> None:
+    adapted = {"kl.type": "reward", "kl.coef": 0.5, "kl.adaptive_target": 1e-4, "kl.adaptive_horizon": 20.0}
+    run = train(tmp_path, "grpo", 3, **adapted, **{"actor.update_per_rollout": 1})
+    coefs = [line["kl_coef"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+    assert len(set(coefs)) == 3
+    assert {*verdicts(replayed(run, 3))} == {"equal"}
+    assert found_in(run) == []

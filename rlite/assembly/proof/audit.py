@@ -45,6 +45,8 @@ from rlite.services.record.files import TRAIN, read_gaps
 from rlite.services.record.recorder import TokenTexts
 from rlite.services.record.writer import MAX_PENDING
 from rlite.trainer.held_out import prefixed
+from rlite.trainer.rl.coefficients import coefficients_at
+from rlite.trainer.rl.options import KlOptions, PpoConfig
 from rlite.trainer.rl.rollouts import SAID_ONCE, Generated
 from rlite.trainer.run.checkpoints import steps_of
 from rlite.trainer.run.folder import CHAIN, CONFIG
@@ -166,14 +168,15 @@ class RlAudit:
         self._source, self._report, self._code, self._sequences = source, report, options.code, sequences
         self._rewards = None if options.code is None else RewardChecks(source, options.code, report)
         self._rows = RolloutChecks(report)
-        self._makers: dict[RunOfTrainer, PartsMaker] = {}
+        self._options: dict[RunOfTrainer, PpoConfig] = {}
 
     def _maker(self, step: int) -> PartsMaker:
-        """Return what makes the parts of a trainer with the options of a step."""
+        """Return what makes the parts of a trainer with the options of a step, and the coefficients that it had."""
         run = self._source.run_at(step)
-        if run not in self._makers:
-            self._makers[run] = PartsMaker(run.options(self._source.folder, self._code, False))
-        return self._makers[run]
+        if run not in self._options:
+            self._options[run] = run.options(self._source.folder, self._code, False)
+        options, line = self._options[run], self._source.metrics.get(step, {})
+        return PartsMaker(options.with_coefficients(coefficients_at(options, step, line)))
 
     def check(self) -> None:
         """Check all recorded steps."""
@@ -246,7 +249,7 @@ class RlAudit:
     def _advantages(self, step: int, batch: RecordedBatch) -> None:
         maker, place = self._maker(step), f"record, step {step}"
         kl = maker.options.kl
-        if kl.adaptive_target is not None and kl.type in ("reward", "advantage"):
+        if _is_unknown(kl, self._source.metrics.get(step, {})) and kl.type in ("reward", "advantage"):
             self._report.note("kl.adaptive_target: the weight of the KL is not known, so advantages are not computed")
             return
         if maker.options.has_teacher_advantages:
@@ -267,7 +270,7 @@ class RlAudit:
         if not is_one or is_unknown or is_selective(loss.configured) or own.distill.teacher:
             self._report.note("losses of several updates, of teachers or that select tokens are replayed alone")
             return
-        if loss.kl_coef and ("kept_counts" in batch.given or own.kl.adaptive_target is not None):
+        if loss.kl_coef and ("kept_counts" in batch.given or _is_unknown(own.kl, line)):
             self._report.note("losses with a KL over more than the kept ids, or an adaptive weight, are replayed alone")
             return
         columns = {key: value for key, value in made.items() if key in ("old_logprobs", "ref_logprobs")}
@@ -285,6 +288,11 @@ class RlAudit:
         for name in [name for name in again if name in line]:
             compared = compare_numbers(name, line[name], again[name])
             self._report.compare(compared, check, f"{METRICS}, step {step}")
+
+
+def _is_unknown(kl: KlOptions, line: Mapping[str, float]) -> bool:
+    """Return whether the weight of the KL in a step is not known: it was adapted, and the step was not logged."""
+    return kl.adaptive_target is not None and "kl_coef" not in line
 
 
 def _key(sequence: Row) -> tuple[int, int, int]:

@@ -70,12 +70,15 @@ class HashChain(Observer):
     It is the last of the observers: what the others write at the end is in its last link.
 
     Args:
-        name: name of the command.
+        trainer: the trainer.
         run: the run, whose folder is still as it was when the run was stopped.
     """
 
-    def __init__(self, name: str, run: TrainingRun) -> None:
-        self._name = name
+    def __init__(self, trainer: Any, run: TrainingRun) -> None:
+        kind = type(trainer)
+        self._trainer = {"trainer": trainer.name}
+        if not kind.__module__.startswith("rlite."):
+            self._trainer["class"] = f"{kind.__module__}.{kind.__qualname__}"
         step = None if run.saved.begins_empty else run.step
         self._writer: ChainWriter | None = ChainWriter(run.folder, step)
 
@@ -85,7 +88,7 @@ class HashChain(Observer):
         facts: dict[str, Any] = {
             **{kind: hash_files(own.items()) for kind, own in named_files(run.config).items()},
             "options": config.to_container(run.config, shows=is_shown),
-            "trainer": self._name,
+            **self._trainer,
             "command": public_command(sys.argv),
             "commit": commit(),
             "total_steps": run.total_steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -26,6 +26,8 @@ PLACE = re.compile(r"(file:)?(~|/|[A-Za-z]:[\\/])[^\n]*[\\/]")
 UNKEPT = ("imports", "reward", "test_data", "rollout", "trainer")
 """groups whose texts decide nothing about a step that is made again, and may be secrets of any form"""
 REMOVED = "(removed)"
+MIN_SECRET = 8
+"""characters of the shortest value of a secret variable that is looked for in texts"""
 
 
 def public(tree: Any, has_prompts: bool, key: str = "") -> Any:
@@ -60,6 +62,19 @@ def public_command(arguments: Sequence[str]) -> str:
     return shlex.join(shown)
 
 
+def masked(text: str, variables: Collection[str] = ()) -> str:
+    """Return a text without secrets of the environment, and without tokens of well-known services.
+
+    Args:
+        text: a text that user code has printed.
+        variables: names of variables that are secret, besides those whose names say so.
+    """
+    known = {value.strip() for name, value in os.environ.items() if name in variables or _is_secret(name)}
+    for secret in sorted((value for value in known if len(value) >= MIN_SECRET), key=len, reverse=True):
+        text = text.replace(secret, REMOVED)
+    return VALUES.sub(REMOVED, text)
+
+
 def is_shown(key: str, source: str, value: Any) -> bool:
     """Return whether the chain of a run may have the value of an interpolation: a step needs it, and it is no secret.
 
@@ -82,7 +97,7 @@ def _is_secret(variable: str) -> bool:
 
 def _without_credentials(text: str) -> str:
     secrets = [value for name, value in os.environ.items() if _is_secret(name)]
-    if VALUES.search(text) or any(len(value) >= 8 and value in text for value in secrets):
+    if VALUES.search(text) or any(len(value) >= MIN_SECRET and value in text for value in secrets):
         return REMOVED
     without_user = re.sub(r"(?<=://)[^/@\s]+@", f"{REMOVED}@", text)
     return re.sub(r"(://[^\s?]*)\?\S+", rf"\1?{REMOVED}", without_user)

@@ -96,7 +96,7 @@ def replaying(source: Source, step: int, options: ReplayConfig, report: Report) 
             with session_of(own):
                 if last > (total := source.total_steps(own)):
                     raise ConfigError(f"step {last}: the run has {total} steps")
-                trainer = RecordedSteps(run, own, total, source.batch(first, own))
+                trainer = RecordedSteps(run, own, total, source.batch(first, own), source.metrics)
                 trainer.begin()
                 if checkpoint is not None:
                     trainer.load(checkpoint)

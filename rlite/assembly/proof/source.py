@@ -83,6 +83,9 @@ class Source:
         except FileNotFoundError:
             raise ConfigError(f"{folder}: there is no {CONFIG}: expected the folder of a run") from None
         links = [] if self.chain is None else self.chain.begins
+        if own := links[-1].get("class") if links else None:
+            told = "what it computes otherwise differs here, or contradicts the record"
+            self.notes.append(f"{own!s:.100}, a class of a program, trained, and steps are made by rlite's: {told}")
         kept = [(link.get("step", 0), link["options"]) for link in links if isinstance(link.get("options"), dict)]
         self.run = RunOfTrainer.of(_filled(saved, kept[-1][1]) if kept else saved, folder, options.variables)
         """trainer of the run, with its last options"""

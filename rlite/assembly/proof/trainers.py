@@ -26,6 +26,7 @@ from rlite.assembly.trainers import TRAINERS
 from rlite.data.tokens import Tally, TokenRows
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError, RliteError
+from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.runtime.storage.atomic import FACTS
 from rlite.runtime.storage.sharded import naming
@@ -67,6 +68,8 @@ ROLLOUTS: Mapping[str, Any] = {
     "speculation": False,
 }
 """options of rollouts, which are not generated again"""
+Logged = Mapping[int, Mapping[str, float]]
+"""metrics of steps, by their numbers"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,11 +304,14 @@ class RecordedSteps:
         options: its options, from `RunOfTrainer.options`.
         total_steps: steps of the whole run, over which the learning rate moves.
         example: a batch of the run.
+        logged: metrics of the steps by their numbers, which name coefficients that callbacks had set.
     """
 
-    def __init__(self, run: RunOfTrainer, options: LaunchOptions, total_steps: int, example: TensorDict) -> None:
+    def __init__(
+        self, run: RunOfTrainer, options: LaunchOptions, total_steps: int, example: TensorDict, logged: Logged
+    ) -> None:
         self.run, self.options, self._is_rl = run, options, run.is_rl
-        kind = _without_sync(run.trainer) if self._is_rl else run.trainer
+        kind = _without_sync(run.trainer, logged) if self._is_rl else run.trainer
         if isinstance(options, PpoConfig):
             workflow = RecordedWorkflow(options.rollout.train_sampling_params.gconfig(), example)
             self.trainer = kind(options, workflow, [{"prompt": RECORDED}] * options.train_data.prompts_per_rollout)
@@ -324,6 +330,7 @@ class RecordedSteps:
 
     def begin(self) -> None:
         """Build the engines that train."""
+        stats_tracker.export()  # an audit may have left what belongs to no step
         if not self._is_rl:
             self.trainer.engine.build(**self.trainer.build_options)
             self.trainer.engine.train()
@@ -351,13 +358,16 @@ class RecordedSteps:
         facts = self.engines[""].load_state(checkpoint)
         with naming(checkpoint / FACTS):
             if self._is_rl:
-                self.trainer.kl.load_state_dict(facts.get("kl", {}))
+                self.trainer.coefficients.load_state_dict(facts.get("kl", {}))
             self.trainer.run.step = int(facts["step"])
         return self.trainer.run.step
 
     def save(self, checkpoint: Path) -> None:
         """Write a checkpoint, which `load` takes."""
-        facts = {"step": self.trainer.run.step, **({"kl": self.trainer.kl.state_dict()} if self._is_rl else {})}
+        facts = {
+            "step": self.trainer.run.step,
+            **({"kl": self.trainer.coefficients.state_dict()} if self._is_rl else {}),
+        }
         for name, engine in self.engines.items():
             engine.save_state(beside(checkpoint, name), **facts).result()
 
@@ -373,6 +383,7 @@ class RecordedSteps:
         if self._is_rl:
             generated = Generated()
             generated.add(batch)
+            self.trainer.begin_step()
             learnt = self.trainer.learn(batch)
             self.trainer.run.step += 1
             return learnt, generated.metrics() | self.trainer.metrics_of_step(learnt)
@@ -384,14 +395,21 @@ class RecordedSteps:
         """Return a batch with everything that its loss reads, without an update."""
         if not self._is_rl:
             return self.trainer.prepare(batch)
+        self.trainer.begin_step()
         passes, critic = self.trainer.logprobs, self.trainer.critic
         batch = passes.with_reference(batch)
         batch = batch if critic is None else critic.with_values(batch)
         return self.trainer.with_advantages(passes.with_old(batch))
 
 
-def _without_sync(kind: Any) -> Any:
-    """Return a class of trainers whose new weights go to no inference engine."""
+def _without_sync(kind: Any, logged: Logged) -> Any:
+    """Return a class of trainers whose new weights go to no inference engine, with the logged coefficients."""
+
+    def begin_step(self: Any) -> None:
+        """Let the coefficients of the next step take effect."""
+        if (line := logged.get(self.run.step + 1)) is not None:
+            self.coefficients.take(line)
+        kind.begin_step(self)
 
     def sync(self: Any) -> None:
         """Do nothing: nobody generates."""
@@ -400,7 +418,8 @@ def _without_sync(kind: Any) -> Any:
         """Return the metrics of a step after its end."""
         return self._metrics_of(batch)
 
-    return type(f"Recorded{kind.__name__}", (kind,), {"sync": sync, "metrics_of_step": metrics_of_step})
+    own = {"begin_step": begin_step, "sync": sync, "metrics_of_step": metrics_of_step}
+    return type(f"Recorded{kind.__name__}", (kind,), own)
 
 
 def beside(checkpoint: Path, name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from math import nan
@@ -18,11 +19,14 @@ from rlite.assembly.why.activations import watched_module
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import CheckpointError, ConfigError, DataError
 from rlite.nn.pretrained import load_config, stored_dtype
+from rlite.services.console.sinks import read_metrics
+from rlite.services.record.chain import METRICS
 from rlite.services.record.files import TRAIN, read_gaps
 from rlite.services.record.reader import RecordReader, read_part_aside
 from rlite.trainer.model.options import ModelOptions
 from rlite.trainer.model.prompt_lengths import check_ids, vocab_size_of
 from rlite.trainer.options import SamplingOptions
+from rlite.trainer.rl.coefficients import SET
 from rlite.trainer.run.checkpoints import steps_of
 from rlite.trainer.run.folder import CONFIG
 from rlite.yaml_texts import read_saved
@@ -63,6 +67,8 @@ class Case:
     notes: list[str]
     """assumptions, and checks that were left out, with the reason for each"""
     step: int = 0
+    temperature: float | None = None
+    """temperature of sampling in the step, if a schedule or a callback has changed it"""
     spans: list[Span] = field(default_factory=list)
     states: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -83,7 +89,7 @@ class Case:
         """Return the sampling parameters with which a side was to make log-probabilities of logits."""
         given = config.load(SamplingOptions, (), given=self.option("rollout.train_sampling_params", {})).gconfig()
         temperature = self.option("actor.temperature") if side == "trainer" else None
-        own = 1.0 if given.greedy else given.temperature
+        own = self.temperature or (1.0 if given.greedy else given.temperature)
         return {"temperature": float(temperature or own), "top_p": given.top_p, "top_k": max(given.top_k, 0)}
 
     def recorded(self, side: str) -> Tensor:
@@ -167,12 +173,23 @@ def open_case(folder: Path, step: int | None, num_sequences: int, num_tokens: in
         kept = f"it kept trainer.record={case.option('trainer.record', 'sample')}; all would have kept every token"
         where = "its record" if step is None else f"step {step} of its record"
         raise DataError("; ".join([f"run={folder}: no tokens with log-probabilities in {where}", kept, *notes]))
+    case.temperature = changed_temperature(folder, case)
     actor = {name: value for name, value in case.option("actor").items() if name in ModelOptions.model_fields}
     case.trainer = RliteTrainEngine(watched_module(config.load(ModelOptions, (), given=actor), case.model_name))
     case.trainer.build()
     for span in case.spans:
         check_ids([*span.before, *span.ids], vocab_size_of(case.model_name))
     return case
+
+
+def changed_temperature(folder: Path, case: Case) -> float | None:
+    """Return the temperature that was logged in the step; None if no schedule or callback has changed it."""
+    with suppress(OSError):
+        for line in read_metrics(folder / METRICS):
+            is_changed = case.option("schedule.temperature") or f"{SET}temperature" in line
+            if line["step"] == case.step and is_changed and "temperature" in line:
+                return line["temperature"]
+    return None
 
 
 def spans_of(row: Mapping[str, Any], version: int) -> Iterator[Span]:

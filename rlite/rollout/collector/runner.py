@@ -139,6 +139,7 @@ class Episodes:
         group, episode, draws = self.group, self.group.episodes[number], Draws()
         seed = None if group.seed is None else mix(group.seed, number)
         sample, is_trained = group.first_sample + number, group.start_order is not None
+        episode.item, episode.sample, episode.is_trained = group.item, sample, is_trained
         with running(episode):
             while True:
                 inference = SampleInference(

@@ -138,6 +138,8 @@ class Call:
     """counts when its process is found unchanged"""
     failure: tuple[str, str] | None = None
     """outcome and description; counts as the result does"""
+    printed: str = ""
+    """text that it has printed"""
 
     def message(self) -> CallMessage:
         """Return the message that a sandbox process receives for this call."""

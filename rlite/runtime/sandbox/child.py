@@ -57,6 +57,7 @@ from rlite.runtime.sandbox.confine import (
     restrict,
     silence,
 )
+from rlite.runtime.sandbox.prints import PrintStream
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -297,20 +298,23 @@ def same(value: Any) -> Any:
     return value
 
 
-def serve(driver: int, descriptor: int, is_silent: bool) -> None:
+def serve(driver: int, descriptor: int, prints: int, is_silent: bool) -> None:
     """Answer calls from a socket until its other end is closed.
 
     Args:
         driver: process id of the program at the other end.
         descriptor: file descriptor of the socket.
-        is_silent: discard standard output and standard error.
+        prints: file descriptor of the file for what calls print.
+        is_silent: keep what calls print there, and discard it elsewhere.
     """
     os.set_inheritable(descriptor, False)
     lacking = confine(driver)
     with os.fdopen(descriptor, "r+b", buffering=0) as channel, open(descriptor, "rb", closefd=False) as chunks:
-        server = Server(channel, lacking)
+        stream = PrintStream(prints)
+        server = Server(channel, lacking, stream)
         if is_silent:
             silence()
+            stream.install()
         with contextlib.suppress(EOFError):  # the driver has closed its end
             while True:
                 server.run(*pickle.load(chunks))
@@ -322,10 +326,11 @@ class Server:
     Args:
         channel: the socket.
         lacking: protections of the process that the kernel lacks.
+        prints: keeps what calls print.
     """
 
-    def __init__(self, channel: BinaryIO, lacking: str) -> None:
-        self._channel = channel
+    def __init__(self, channel: BinaryIO, lacking: str, prints: PrintStream) -> None:
+        self._channel, self._prints = channel, prints
         self._pid = self._apart = os.getpid()
         self._runner = asyncio.Runner()
         self._blobs: dict[bytes, bytes] = {}
@@ -345,10 +350,12 @@ class Server:
             calls: messages of the calls, in order.
         """
         self._blobs.update(new)
+        self._prints.begin(calls[0][0], is_first=True)  # what imports print is of the first call
         broken = self._load({key for _, key, *_ in calls} - self._functions.keys())
         _brake(memory_limit)
         self._state.adopt_limits()
         for self._number, key, arguments, self._limit, self._is_stream, in_fork in calls:
+            self._prints.begin(self._number)
             self._watch.is_on = True
             try:
                 if key in broken:

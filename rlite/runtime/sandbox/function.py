@@ -20,6 +20,7 @@ from rlite.runtime.event_loop import result_of
 from rlite.runtime.sandbox.calls import SANDBOX_ERRORS, Call, Code, ErrorKinds
 from rlite.runtime.sandbox.child import MAX_ANSWER, describe, same
 from rlite.runtime.sandbox.pool import SandboxPool, shared_pool
+from rlite.runtime.sandbox.prints import tell
 
 MIN_MEMORY_GIB = 0.0625
 """smallest limit; an empty process uses a quarter"""
@@ -98,7 +99,11 @@ class SandboxFunction:
         except Exception as error:
             raise DataError(f"a row cannot be sent to the process of {self._code.what}: {error}") from error
         pool = shared_pool(self._num_processes, self._env_vars)
-        return await result_of(pool.submit(Call(self._code, arguments, self.timeout, self._memory_limit)))
+        call = Call(self._code, arguments, self.timeout, self._memory_limit)
+        try:
+            return await result_of(pool.submit(call))
+        finally:
+            tell(self._code.what, call.printed)
 
     async def ask(self, read: Callable[[Any], Any], /, **keywords: Any) -> Any:
         """Return the answer to a call, checked and converted by `read`.

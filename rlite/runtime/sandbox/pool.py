@@ -44,7 +44,7 @@ from typing import Any
 import psutil
 
 from rlite.errors import RliteError
-from rlite.runtime.sandbox import child, wire
+from rlite.runtime.sandbox import child, prints, wire
 from rlite.runtime.sandbox.calls import NUM_FORKS, Call, ending, take_chunk
 from rlite.runtime.sandbox.confine import children, number_in, passed_environment
 from rlite.wording import warn_once
@@ -59,9 +59,9 @@ KILL_TIMEOUT = 5.0
 """seconds in which a killed process must be gone; one that is not is left to the kernel"""
 
 _BOOT = (
-    "import json, sys; driver, descriptor, is_silent, sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:];"
+    "import json, sys; driver, descriptor, prints, is_silent, sys.path[:] = json.loads(sys.argv[1]); del sys.argv[1:];"
     "from rlite.runtime.sandbox.confine import keep; keep(driver, descriptor);"
-    "from rlite.runtime.sandbox.child import serve; serve(driver, descriptor, is_silent)"
+    "from rlite.runtime.sandbox.child import serve; serve(driver, descriptor, prints, is_silent)"
 )
 
 
@@ -74,6 +74,8 @@ class Worker:
     channel: socket.socket
     exit_fd: int | None
     """readable when the process has ended: its forks may hold its end of the channel open"""
+    prints_fd: int
+    """file with what its calls have printed"""
     since: float
     """time of the start, of the first call without an answer, or of the start of that call"""
     is_ready: bool = False
@@ -108,20 +110,21 @@ class Worker:
 
         Args:
             env_vars: names of environment variables that the process receives in addition to the common ones.
-            is_silent: discard the process's standard output and standard error.
+            is_silent: keep what calls print for the driver. Else the process prints where the driver does.
         """
         ours, theirs = socket.socketpair()
-        boot = json.dumps([os.getpid(), theirs.fileno(), is_silent, [path or os.getcwd() for path in sys.path]])
+        prints_fd, paths = prints.new_file(), [path or os.getcwd() for path in sys.path]
+        boot = json.dumps([os.getpid(), theirs.fileno(), prints_fd, is_silent, paths])
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, boot],
                 env=passed_environment(os.environ, env_vars),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), prints_fd],
                 start_new_session=True,
             )
         exit_fd = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
-        return cls(process, ours, exit_fd, time.monotonic())
+        return cls(process, ours, exit_fd, prints_fd, time.monotonic())
 
     def give(self, calls: Sequence[Call]) -> None:
         """Begin to send calls, each under a new number."""
@@ -196,6 +199,12 @@ class Worker:
                 raise wire.WireError("unexpected message from the sandbox process")
         return None
 
+    def read_prints(self) -> None:
+        """Give its calls what they have printed."""
+        found = prints.read_prints(self.prints_fd)
+        for call in (*self.answered, *self.calls) if found else ():
+            call.printed = child.printable(found.get(call.number, ""))
+
     def end(self) -> int:
         """Kill the process and everything that it started, without leaving a zombie.
 
@@ -203,6 +212,7 @@ class Worker:
             The exit code of the process.
         """
         self.channel.close()
+        os.close(self.prints_fd)
         if self.exit_fd is not None:
             os.close(self.exit_fd)
         if sys.platform == "linux":
@@ -306,7 +316,7 @@ class SandboxPool:
     Args:
         num_processes: maximum number of processes. It may be raised later.
         env_vars: environment variables that processes receive in addition to those of `passed_environment`.
-        is_silent: discard the standard output and standard error of the processes.
+        is_silent: keep what calls print for the driver. Else the processes print where the driver does.
     """
 
     def __init__(self, num_processes: int, env_vars: Collection[str] = (), is_silent: bool = True) -> None:
@@ -452,6 +462,7 @@ class SandboxPool:
         if kind == child.READY:
             self._num_failed_starts = 0
         elif kind == child.JUDGED:
+            worker.read_prints()
             if len(worker.answered) == 1 or not worker.answered[0].is_alone:
                 for call in worker.answered:
                     call.code.took((worker.since - worker.began) / len(worker.answered))
@@ -531,6 +542,7 @@ class SandboxPool:
     def _kill(self, worker: Worker) -> int:
         """Return the exit code of a process after killing it and everything that it started."""
         self._workers.remove(worker)
+        worker.read_prints()
         for readable in worker.readable:
             self._selector.unregister(readable)
         return worker.end()

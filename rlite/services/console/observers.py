@@ -35,7 +35,7 @@ class SinkLog(Observer):
         of_run = Run(
             directory=run.folder,
             project=options.project,
-            name=options.experiment_name,
+            name=options.run_name,
             entity=options.entity,
             group=options.group,
             tags=options.tags,

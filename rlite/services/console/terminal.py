@@ -407,7 +407,7 @@ class History:
         (first, before), (last, after) = min(values.items()), max(values.items())
         best = (min if key in self._lowest else max)(sorted(values), key=values.__getitem__)
         text = f"{number(key, before)} at step {first} -> {number(key, after)} at step {last}"
-        is_told = values[best] == after or key == self._chosen
+        is_told = number(key, values[best]) == number(key, after) or key == self._chosen
         return text if is_told else f"{text}, best {number(key, values[best])} at step {best}"
 
 

@@ -1,16 +1,17 @@
-"""Options of the models of reinforcement learning: the policy, and the models beside it. No torch here."""
+"""Options of the models of reinforcement learning: the policy, and the models beside it; schedules. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from annotated_types import Ge
-from pydantic import Field
+from annotated_types import Ge, Le
+from pydantic import Field, Strict
 
 import rlite
 from rlite import config
 from rlite.config import ByMemory, Count, Finite, FinitePositive, Natural, Options, Positive, Rate, Share
+from rlite.generation import LARGEST, SMALLEST
 from rlite.nn.options import LoraOptions
 from rlite.registry import algorithms
 from rlite.trainer.model.options import (
@@ -109,6 +110,28 @@ class ActorOptions(ModelOptions):
             ConfigError: the sizes do not divide the world.
         """
         return super().build_options(world_size, seed) | ({"deterministic": True} if self.deterministic else {})
+
+
+Step = Annotated[int, Strict(False), Ge(1)]
+"""number of a step; the command line and JSON give texts"""
+
+
+class ScheduleOptions(Options):
+    """Values of coefficients by step, such as {1: 0.01, 500: 0}: straight lines between them, constant outside.
+
+    Steps are numbered from 1, as in metrics.jsonl.
+    """
+
+    entropy_coef: dict[Step, Finite] = {}
+    """in place of actor.entropy_coef"""
+    kl_coef: dict[Step, Rate] = {}
+    """in place of kl.coef"""
+    clip: dict[Step, Rate] = {}
+    """in place of actor.clip; above 1 too, unless there is a clip_high"""
+    clip_high: dict[Step, Rate] = {}
+    """in place of actor.clip_high"""
+    temperature: dict[Step, Annotated[float, Ge(SMALLEST), Le(LARGEST)]] = {}
+    """in place of rollout.train_sampling_params.temperature"""
 
 
 class ReferenceOptions(FrozenModelOptions):

@@ -135,7 +135,7 @@ def _end_to_end(batch: TensorDict) -> tuple[Tensor, Tensor]:
 OWN_METRICS = {
     *("loss", "entropy", "kl", "logprob_drift", "rejected", "off_policy_dropped", "trained_logprobs", "entropies"),
     *("weight", "loss_weight", "grad_norm", "lr", "is_skipped", "num_tokens", "num_microbatches", "memory_gib", "mfu"),
-    *("shared_tokens", "divergence"),
+    *("shared_tokens", "divergence", "entropy_coef", "kl_coef", "clip", "clip_high", "temperature"),
     *("step", "reward", "score", "response_length", "truncated", "seconds", "tokens_per_second"),
 }
 """metrics of rlite: a policy loss's metric NAME of such a name is called policy_loss/NAME"""
@@ -214,14 +214,14 @@ class PolicyLoss(TokenMean, OnCounted):
         algorithms.check_rejection(self.rejection)
         # a worker may not know the name: it is looked up here, and the function travels
         function = algorithms.POLICY_LOSSES.check(self.policy_loss, self.options)
-        clip = {"clip_low": self.clip_low, "clip_high": self.clip_high}
+        clip, own = {"clip_low": self.clip_low, "clip_high": self.clip_high}, dict(self.options)
         if function is algorithms.ppo_clip:
-            object.__setattr__(self, "options", clip | dict(self.options))
+            own = clip | own
         elif clip != {"clip_low": 0.2, "clip_high": 0.2}:
             told = f"actor.clip and actor.clip_high are options of ppo_clip alone, not of {self.policy_loss}"
             raise ConfigError(f"{told}: its clip range has another scale; set actor.policy_loss.options")
         object.__setattr__(self, "policy_loss", function)
-        object.__setattr__(self, "configured", Configured.of(algorithms.POLICY_LOSSES, function, self.options))
+        object.__setattr__(self, "configured", Configured.of(algorithms.POLICY_LOSSES, function, own))
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean | PerToken]]:
         """Return the scalar loss of a pack, and its metrics.

@@ -33,6 +33,7 @@ from rlite.trainer.rl.model_options import ActorOptions as ActorOptions
 from rlite.trainer.rl.model_options import CriticOptions as CriticOptions
 from rlite.trainer.rl.model_options import PolicyLossOptions as PolicyLossOptions
 from rlite.trainer.rl.model_options import ReferenceOptions as ReferenceOptions
+from rlite.trainer.rl.model_options import ScheduleOptions as ScheduleOptions
 from rlite.trainer.run.best import check_evaluated
 from rlite.trainer.sampling.sampler import UNIFORM, SamplerOptions
 from rlite.types import GenerationHyperparameters, KLEstimator, KLLossEstimator
@@ -225,6 +226,7 @@ class PpoConfig(LaunchOptions):
     """rewards of single-turn answers: reward.path=file.py:function, or reward.NAME.path=... for several, whose weighted
     sum counts; keys: path, weight, timeout, processes, memory_limit_gib, max_concurrent, in_process, env_vars"""
     rollout: RolloutOptions = RolloutOptions()
+    schedule: ScheduleOptions = ScheduleOptions()
     trainer: TrainerOptions = TrainerOptions()
 
     def headline(self) -> str:
@@ -274,6 +276,8 @@ class PpoConfig(LaunchOptions):
             )
         yield from self._problems_of_gdpo()
         yield from self._problems_of_shares()
+        scheduled = changed(self.schedule)
+        yield from (f"schedule.{name}: {why}" for name, why in self.fixed_coefficients().items() if name in scheduled)
         if self.adv.estimator in OWN_ESTIMATORS:
             yield from self.slow_problems()
         rollout = self.rollout
@@ -323,6 +327,35 @@ class PpoConfig(LaunchOptions):
             told = ", ".join(f"{key}.gpu_memory_utilization={share:g}" for key, share in shares)
             remedy = "lower one, or give a judge devices of its own (reward.NAME.num_devices)"
             yield f"{told}: engines on the same devices would take {total:g} of their memory; {remedy}"
+
+    def fixed_coefficients(self) -> dict[str, str]:
+        """Return the coefficients that cannot change during this run, with the reason."""
+        kl, loss, fixed = self.kl, self.actor.policy_loss, dict[str, str]()
+        if loss.name != "ppo_clip" or {"clip_low", "clip_high"} & loss.options.keys():
+            why = f"the loss {loss.name} with the options {[*loss.options]} does not read actor.clip"
+            fixed |= {"clip": why, "clip_high": why}
+        if kl.type is None or kl.adaptive_target is not None:
+            fixed["kl_coef"] = "kl.type=null has no KL" if kl.type is None else "kl.adaptive_target adapts it"
+        if self.rollout.max_head_offpolicyness > 0:
+            fixed["temperature"] = "a batch of rollouts that run ahead would mix temperatures"
+        if self.distill.teacher:
+            fixed["temperature"] = "teachers judge at one temperature"
+        return fixed
+
+    def with_coefficients(self, values: Mapping[str, float]) -> PpoConfig:
+        """Return the options with other coefficients.
+
+        Args:
+            values: valid values by the names of `ScheduleOptions`; other names do not count.
+        """
+        own = {name: values[name] for name in ("entropy_coef", "clip", "clip_high") if name in values}
+        actor, kl, rollout = self.actor.model_copy(update=own), self.kl, self.rollout
+        if "kl_coef" in values:
+            kl = kl.model_copy(update={"coef": values["kl_coef"]})
+        if "temperature" in values:
+            sampling = rollout.train_sampling_params.model_copy(update={"temperature": values["temperature"]})
+            rollout = rollout.model_copy(update={"train_sampling_params": sampling})
+        return self.model_copy(update={"actor": actor, "kl": kl, "rollout": rollout})
 
     def slow_problems(self) -> Iterator[str]:
         """Yield a message for each rule on groups of equal rewards that does not hold."""

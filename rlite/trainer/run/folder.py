@@ -19,6 +19,8 @@ TRACES = (CONFIG, "metrics.jsonl", RECORD, "state")
 """files that a run leaves in its folder"""
 TRACE = "trace.json"
 CHAIN = "chain.jsonl"
+PRINTS = "prints.jsonl"
+"""texts that rewards, environments and tools have printed"""
 RESULTS = "results.json"
 """results of `rlite eval`, if it has once written into the run's folder; they hide the run's curves"""
 
@@ -38,7 +40,7 @@ def lock(folder: Path) -> FolderLock:
 
 def clear(folder: Path) -> None:
     """Delete the files of the overwritten run; opening its metrics replaces them."""
-    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE, LEARNING, CHAIN):
+    for name in ("state", BEST, EVALUATED, "latest", RECORD, TRACE, LEARNING, CHAIN, PRINTS):
         discard(folder / name)
     if _is_of_evaluation(folder / RESULTS):
         discard(folder / RESULTS)

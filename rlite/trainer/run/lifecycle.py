@@ -1,4 +1,4 @@
-"""The begin, the saves and the end of a run, as methods of `TrainingRun`."""
+"""The begin, the saves and the end of a run, and what callbacks may do, as methods of `TrainingRun`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rlite.engine.train import RliteTrainEngine
+from rlite.errors import ConfigError
 from rlite.observability import stats_tracker, trace
 from rlite.trainer.callbacks import Callbacks
 from rlite.trainer.run.divergence import raise_diverged
@@ -125,6 +126,79 @@ def close(run: TrainingRun) -> None:
                 raise run.callbacks.failure
     finally:
         INTERRUPTION.end()
+
+
+def end_if_interrupted(run: TrainingRun, /, advice: str = "") -> None:
+    """End the run if a signal asks for it. What is not saved is lost.
+
+    Args:
+        run: the run.
+        advice: how to continue; "" if nothing new can be said.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted.
+    """
+    if run.is_interrupted:
+        run.close()
+        INTERRUPTION.advice = advice or INTERRUPTION.advice
+        INTERRUPTION.obey()
+
+
+def stop(run: TrainingRun, /, reason: str) -> None:
+    """End the run after this step, with a checkpoint. The same command does not go on after it.
+
+    Args:
+        run: the run.
+        reason: cause, in words, for the console and for the checkpoint; not empty.
+    """
+    if not run.stop_reason:
+        run.stop_reason = reason
+        run.console.warn(f"stop after step {run.step} of {run.total_steps}", {"reason": reason})
+
+
+def evaluated(run: TrainingRun, /, metrics: Mapping[str, float], is_trained: bool = True) -> None:
+    """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
+
+    Args:
+        run: the run.
+        metrics: metrics of the evaluation.
+        is_trained: whether the evaluated model has been trained.
+    """
+    run.notify("on_evaluate", metrics)
+    if is_trained and (reason := run.thresholds.see(metrics)):
+        run.stop(reason)
+
+
+def log(run: TrainingRun, /, metrics: Mapping[str, float]) -> None:
+    """Log numbers of a callback with the last finished step, in a line of their own.
+
+    Args:
+        run: the run.
+        metrics: values by name.
+
+    Raises:
+        TypeError: a value is no number.
+    """
+    numbers = {str(name): float(value) for name, value in metrics.items()}
+    for each in run.observers:
+        each.on_added(run, numbers)
+
+
+def set_coefficients(run: TrainingRun, /, **values: float) -> None:
+    """Change coefficients from the next step on, in place of their options and schedules.
+
+    Args:
+        run: the run.
+        **values: coefficients by the names of their schedules, such as `entropy_coef`.
+
+    Raises:
+        ConfigError: a name is unknown, a value is out of range, or a coefficient cannot change in this run.
+    """
+    if run.coefficients is None:
+        raise ConfigError("run.set: this trainer has no coefficients that change; ppo, grpo and distill have some")
+    if "jsonl" not in run.options.sinks:
+        raise ConfigError("run.set: metrics.jsonl records what a callback sets; add jsonl to trainer.sinks")
+    run.coefficients.choose(values)
 
 
 def save_before_bad_data(run: TrainingRun, save: Callable[[], object]) -> None:

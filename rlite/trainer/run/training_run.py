@@ -151,7 +151,7 @@ class TrainerLoop(ABC):
         for each in run.observers:
             each.on_train(run, metrics)
         metrics |= self._evaluate_and_judge()
-        run.log(metrics)
+        run.log_step(metrics)
         if run.is_save_due():
             metrics |= self._save_after_evaluations()
         return metrics
@@ -248,6 +248,8 @@ class TrainingRun:
         self.folder = self.saved.folder
         self.console = Console()
         self.step = 0
+        self.coefficients: Any = None
+        """coefficients that may change during the run, if the trainer has any"""
         self.batch: TensorDict | None = None
         """batch of the last step, as it was trained on"""
         self.metrics: Mapping[str, float] = {}
@@ -280,7 +282,7 @@ class TrainingRun:
         """True if a signal asks the run to save now and to end."""
         return INTERRUPTION.asked is not None
 
-    def log(self, metrics: dict[str, float]) -> None:
+    def log_step(self, metrics: dict[str, float]) -> None:
         """Log the metrics of the step that has just ended.
 
         Args:
@@ -329,6 +331,13 @@ class TrainingRun:
     open = lifecycle.open_run
     save = lifecycle.save
     close = lifecycle.close
+    end_if_interrupted = lifecycle.end_if_interrupted
+
+    # -- for callbacks -------------------------------------------------------------------------------------------
+
+    log = lifecycle.log
+    set = lifecycle.set_coefficients
+    stop = lifecycle.stop
 
     def __enter__(self) -> Self:
         return self
@@ -343,26 +352,7 @@ class TrainingRun:
 
     # -- events that decide --------------------------------------------------------------------------------------
 
-    def stop(self, reason: str) -> None:
-        """End the run after this step, with a checkpoint. The same command does not go on after it.
-
-        Args:
-            reason: cause, in words, for the console and for the checkpoint; not empty.
-        """
-        if not self.stop_reason:
-            self.stop_reason = reason
-            self.console.warn(f"stop after step {self.step} of {self.total_steps}", {"reason": reason})
-
-    def evaluated(self, metrics: Mapping[str, float], is_trained: bool = True) -> None:
-        """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
-
-        Args:
-            metrics: metrics of the evaluation.
-            is_trained: whether the evaluated model has been trained.
-        """
-        self.notify("on_evaluate", metrics)
-        if is_trained and (reason := self.thresholds.see(metrics)):
-            self.stop(reason)
+    evaluated = lifecycle.evaluated
 
     def log_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of an evaluation in a line of their own."""
@@ -375,24 +365,9 @@ class TrainingRun:
             each.on_answers(self, step, evaluations)
 
     def notify(self, event: Event, metrics: Mapping[str, float]) -> None:
-        """Call the callbacks, and log the metrics that they add."""
-        if self.callbacks.by_name and (added := self.callbacks.call(event, self, metrics)):
-            for each in self.observers:
-                each.on_added(self, added)
-
-    def end_if_interrupted(self, advice: str = "") -> None:
-        """End the run if a signal asks for it. What is not saved is lost.
-
-        Args:
-            advice: how to continue; "" if nothing new can be said.
-
-        Raises:
-            KeyboardInterrupt: the run was interrupted.
-        """
-        if self.is_interrupted:
-            self.close()
-            INTERRUPTION.advice = advice or INTERRUPTION.advice
-            INTERRUPTION.obey()
+        """Call the callbacks."""
+        if self.callbacks.by_name:
+            self.callbacks.call(event, self, metrics)
 
 
 class DivergenceWatch:

@@ -13,7 +13,7 @@ from rlite.runtime.sandbox.pool import LOAD_TIMEOUT, Worker, seconds_to_next_che
 
 
 def worker(**state: Any) -> Worker:
-    return Worker(cast(Any, None), cast(Any, None), None, since=100.0, **state)
+    return Worker(cast(Any, None), cast(Any, None), None, -1, since=100.0, **state)
 
 
 def call() -> Call:

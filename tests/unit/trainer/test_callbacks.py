@@ -12,6 +12,8 @@ from rlite.config import load
 from rlite.errors import CallbackError, ConfigError
 from rlite.services.console.sinks import read_metrics
 from rlite.trainer.callbacks import CALLBACKS, Callback, Callbacks, register_callback
+from rlite.trainer.rl.coefficients import Coefficients
+from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.run.observer import ReportedMetrics
 from rlite.trainer.run.training_run import TrainingRun
 from rlite.trainer.supervised_options import SftConfig
@@ -56,10 +58,10 @@ def test_callback_is_called_at_every_step(tmp_path: Path) -> None:
     told = Told()
     run = run_with(tmp_path, told)
     run.open()
-    run.log({"loss": 9.0})
+    run.log_step({"loss": 9.0})
     while not run.is_over:
         run.step += 1
-        run.log({"loss": float(run.step)})
+        run.log_step({"loss": float(run.step)})
     run.close()
     steps = [f"step {step}: loss {step}.0" for step in (1, 2, 3)]
     assert told.events == ["start", *steps, "end: loss 3.0"], "an evaluation before the first step is no step"
@@ -76,7 +78,7 @@ def test_a_stop_makes_the_step_the_last_one_and_a_checkpoint_due(
     run.open()
     assert not run.is_over
     run.step += 1
-    run.log({})
+    run.log_step({})
     assert run.is_over
     assert run.is_save_due()
     run.close()
@@ -91,7 +93,7 @@ def test_a_callback_that_raises_is_named_after_the_others_were_told(tmp_path: Pa
     run = run_with(tmp_path, Broken(event), told, total_steps=1)
     run.open()
     run.step += 1
-    run.log({"loss": 1.0})
+    run.log_step({"loss": 1.0})
     assert run.is_save_due()
     with pytest.raises(CallbackError, match=f"callback 'Broken' raised ValueError in {event} at step 1") as failure:
         run.close()
@@ -128,45 +130,58 @@ def test_invalid_callbacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         register_callback("told")(Unsaved)
 
 
-def test_numbers_that_callbacks_enter_into_the_metrics_are_logged(tmp_path: Path) -> None:
-    class Adds(Callback):
+def test_numbers_of_callbacks_are_logged_in_lines_of_their_own(tmp_path: Path) -> None:
+    class Logs(Callback):
         def on_step(self, run: TrainingRun, metrics: Any) -> None:
-            metrics["own"] = metrics["loss"] * 2
+            run.log({"own": metrics["loss"] * 2})
 
         def on_evaluate(self, run: TrainingRun, metrics: Any) -> None:
-            metrics["of_evaluation"] = 7
+            run.log({"of_evaluation": 7})
 
         def on_end(self, run: TrainingRun, metrics: Any) -> None:
-            metrics["last"] = 1
+            run.log({"last": 1})
 
-    class Reads(Callback):
-        def on_step(self, run: TrainingRun, metrics: Any) -> None:
-            metrics["sum"] = metrics["own"] + metrics["loss"]
-
-    run = run_with(tmp_path, Adds(), Reads(), total_steps=1)
+    run = run_with(tmp_path, Logs(), total_steps=1)
     run.open()
     run.step += 1
     run.evaluated({"test_loss": 2.0})
-    run.log({"loss": 3.0})
+    run.log_step({"loss": 3.0})
     run.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows == [
         {"step": 1, "of_evaluation": 7.0},
         {"step": 1, "loss": 3.0},
-        {"step": 1, "own": 6.0, "sum": 9.0},
+        {"step": 1, "own": 6.0},
         {"step": 1, "last": 1.0},
     ]
 
 
-@pytest.mark.parametrize("value", ["high", None, [1.0, 2.0]])
-def test_what_a_callback_enters_into_the_metrics_is_a_number(tmp_path: Path, value: Any) -> None:
-    class Adds(Callback):
-        def on_step(self, run: TrainingRun, metrics: Any) -> None:
-            metrics["own"] = value
-
-    run = run_with(tmp_path, Adds())
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda run, metrics: run.log({"own": "high"}), "ValueError in on_step at step 1"),
+        (lambda run, metrics: run.log({"step": 1.0}), "a metric cannot be named 'step'"),
+        (lambda run, metrics: metrics.update(own=1.0), "AttributeError in on_step"),
+        (lambda run, metrics: run.set(entropy_coef=0.1), "ppo, grpo and distill"),
+    ],
+)
+def test_a_mistake_of_a_callback_is_named_and_ends_the_run(tmp_path: Path, wrong: Any, message: str) -> None:
+    callback = Callback()
+    callback.on_step = wrong  # type: ignore[method-assign]
+    run = run_with(tmp_path, callback)
     run.open()
     run.step += 1
-    run.log({"loss": 3.0})
-    with pytest.raises(CallbackError, match=r"callback 'Adds' raised .* in on_step at step 1"):
+    run.log_step({"loss": 3.0})
+    with pytest.raises(CallbackError, match=message):
         run.close()
+
+
+def test_coefficients_that_no_file_would_record_are_not_set(tmp_path: Path) -> None:
+    run = run_with(tmp_path)
+    given = load(PpoConfig, ["actor.model_name=x", "train_data.path=x", "reward.path=my.py:f"])
+    run.coefficients = Coefficients(given)
+    run.set(entropy_coef=0.1)
+    assert run.coefficients.at(1) == {"entropy_coef": 0.1}
+    run.options = run.options.replace(sinks=["tensorboard"])
+    with pytest.raises(ConfigError, match=r"add jsonl to trainer\.sinks"):
+        run.set(entropy_coef=0.2)
