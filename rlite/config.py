@@ -282,9 +282,15 @@ def changed(group: Options, own: Options | None = None) -> list[str]:
 def set_keys(config: Options) -> list[str]:
     """Return the keys of a config whose values are not the defaults of its class, which may be those of a preset."""
     defaults: dict[str, Any] = {}
-    for path, _, value in _keys(type(config)):
-        defaults |= flat({path: to_container(value)})
-    return [key for key, value in flat(to_container(config)) if key not in defaults or value != defaults[key]]
+    for path, _, value in _keys(type(config), has_entries=True):
+        defaults |= flat({path.replace(".NAME.", r"\.[^.]+\."): to_container(value)})
+    patterns = [path for path in defaults if "^" in path]
+
+    def is_set(key: str, value: Any) -> bool:
+        path = key if key in defaults else next((path for path in patterns if re.fullmatch(path, key)), "")
+        return path not in defaults or value != defaults[path]
+
+    return [key for key, value in flat(to_container(config)) if is_set(key, value)]
 
 
 def describe(cls: type[Options], topic: str = "", command: str = "") -> str:

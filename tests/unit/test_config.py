@@ -560,9 +560,11 @@ def test_the_keys_that_are_not_at_their_defaults_are_told() -> None:
     class Outer(Options):
         path: str
         inner: Inner | None = None
+        entries: dict[str, Inner] = {}
         size: int = 3
 
     assert set_keys(Outer(path="a")) == ["path"]
+    assert set_keys(Outer(path="a", entries={"b": Inner(rank=8), "c": Inner(rank=2)})) == ["path", "entries.c.rank"]
     assert set_keys(Outer(path="a", size=3, inner=Inner(rank=4, names={"a": 1}))) == [
         "path",
         "inner.rank",
