@@ -80,7 +80,8 @@ test-transformers: $(VENV)/.installed  ## tests of models with another release o
 
 test-lowest: $(LOWEST_VENV)/.installed  ## quick tests with the oldest releases that pyproject.toml allows
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(LOWEST_VENV)/bin/python -m pytest $(DEALT) -m "not slow and not nightly" \
-		--hypothesis-profile=quick tests $(addprefix --ignore=tests/,architecture browser integration peers release vllm)
+		--hypothesis-profile=quick tests \
+		$(addprefix --ignore=tests/,architecture browser integration peers release unit/benchmarks vllm)
 
 # each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
 NIGHTLY = comparison_intervals audit_mutations hostile_models chaos chaos_jobs architectures
