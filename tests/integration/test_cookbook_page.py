@@ -18,16 +18,16 @@ from rlite.trainer import ppo
 from tests.tiny import build_model_dir
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "cookbook.md"
+PAGE, CALLBACKS = ROOT / "docs" / "cookbook.md", ROOT / "docs" / "callbacks.md"
 SMALL = [
     *("train_data.prompts_per_rollout=2", "train_data.responses_per_prompt=4", "trainer.total_steps=1"),
     "rollout.train_sampling_params.max_new_tokens=8",
 ]
 
 
-def block(language: str, mark: str) -> str:
-    """The block of the page that has this mark."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+def block(language: str, mark: str, page: Path = PAGE) -> str:
+    """The block of a page that has this mark."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     return next(each for each in blocks if mark in each)
 
 
@@ -58,12 +58,18 @@ def test_the_options_of_dapo_train(folder: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_breakpoint_in_a_reward_opens_pdb(folder: Path) -> None:
+@pytest.mark.parametrize("page", [PAGE, CALLBACKS], ids=lambda page: page.stem)
+def test_breakpoint_in_a_reward_opens_pdb(page: Path, folder: Path) -> None:
     reward = "def correct(prompt, completions, prompt_ids, completion_ids, answer):\n    breakpoint()\n    return 1.0\n"
     Path("my.py").write_text(reward)
-    words = shlex.split(block("bash", "| cat").partition("|")[0])[1:]
-    given = ["actor.model_name=model", "train_data.path=prompts.jsonl", "rollout.dynamic_filtering=false"]
-    words = [words[0], *given, *(word for word in words[1:] if word != "..."), *SMALL]
+    words = shlex.split(block("bash", "| cat", page).partition("|")[0])[1:]
+    given = [
+        "actor.model_name=model",
+        "train_data.path=prompts.jsonl",
+        "rollout.dynamic_filtering=false",
+        "num_devices=1",
+    ]
+    words = [words[0], *given, *(word for word in words[1:] if word not in ("...", "num_devices=1")), *SMALL]
     done = subprocess.run(
         [sys.executable, "-c", "from rlite.cli import main; main()", *words],
         input="p answer\n" + "c\n" * 8,

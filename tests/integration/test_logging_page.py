@@ -76,7 +76,7 @@ def test_the_program_logs_to_wandb(folder: Path) -> None:
     program = block("python", '"use_wandb": True').replace('"MODEL"', '"model"')
     exec(program.replace("    save_dir", f"    **{SIZES!r},\n    save_dir"), own)
     rlite.shutdown()
-    assert len(list((folder / "runs/sums-seed1").glob("wandb/offline-run-*"))) == 1
+    assert len(list((folder / "runs/sums/seed1").glob("wandb/offline-run-*"))) == 1
 
 
 SIZES = {
