@@ -28,6 +28,7 @@ from rlite.assembly.trainers import TRAINERS
 from rlite.data.readers import formats
 from rlite.errors import RliteError
 from rlite.rollout import SingleTurnWorkflow
+from rlite.runtime.cluster.session import has_session
 from rlite.trainer.model.modules import policy_module
 from rlite.types import GenerationHyperparameters
 from tests.docs.blocks import Block, commands
@@ -61,24 +62,37 @@ PROMPTS = (MODEL, "train_data.path=prompts.jsonl", "reward.path=my.py:correct")
 GIVEN = {
     "sft": (MODEL, "data.path=rows.jsonl"),
     "dpo": (MODEL, "data.path=pairs.jsonl"),
+    "rm": ("critic.model_name=MODEL", "data.path=pairs.jsonl"),
     "ppo": PROMPTS,
     "grpo": PROMPTS,
 }
 """what `...` stands for, by the name of the command"""
+EVALUATED = ["test_data.path=test.jsonl", "trainer.test_freq=1", "trainer.best_metric=accuracy", "trainer.record=all"]
+RUNS = {"sft": [], "rm": [], "grpo": EVALUATED, "ppo": EVALUATED}
+"""options of the finished runs that pages name, by the name of the command and of the run"""
 
 
 class World:
     """The folder and the names of one page.
 
     Args:
+        page: name of the page without its ending.
         model: folder of the tiny model.
         patch: undoes, at the end of the page, what blocks change of the process.
     """
 
-    def __init__(self, model: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, page: str, model: Path, patch: pytest.MonkeyPatch) -> None:
+        self.page = page
         self.model = model
         self.patch = patch
         self.names: dict[str, Any] = {"__name__": "page"}
+
+    def prepare(self, blocks: Sequence[Block]) -> None:
+        """Make the finished runs that blocks name and none of them makes."""
+        text = "".join(block.text for block in blocks)
+        for name, options in RUNS.items():
+            if f"runs/{name}" in text and f"save_dir=runs/{name}" not in text:
+                self.rlite(name, ["...", f"trainer.save_dir=runs/{name}", *options])
 
     def run(self, block: Block) -> None:
         """Run a block; what fails is raised."""
@@ -111,15 +125,21 @@ class World:
         """Make the names that a program reads and neither it nor an earlier block of the page has made."""
         nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
         made = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
-        for name in {node.id for node in nodes} - made - self.names.keys():
-            if name in PROVIDED:
-                self.names[name] = PROVIDED[name](self)
+        for name in {node.id for node in nodes} - made:
+            if name in PROVIDED or (self.page, name) in PROVIDED:
+                self.get(name)
 
     def get(self, name: str) -> Any:
         """Return a name that the page takes for granted."""
         if name not in self.names:
-            self.names[name] = PROVIDED[name](self)
+            make = PROVIDED.get((self.page, name)) or PROVIDED[name]
+            self.names[name] = make(self)
         return self.names[name]
+
+    def beside(self) -> dict[str, Any]:
+        """Return the keyword that builds an engine on the device of an earlier one."""
+        engines = [value for name, value in self.names.items() if name.endswith("engine")]
+        return {"colocate_with": engines} if engines else {}
 
     def close(self) -> None:
         """End the session, and forget its engines."""
@@ -208,10 +228,10 @@ def check_rows(text: str) -> None:
 
 def engine_of(world: World) -> rlite.RliteInferenceEngine:
     """Return a small engine of the tiny model."""
-    if not hasattr(world, "session"):
+    if not has_session():
         rlite.init("cpu", 1)
     engine = rlite.RliteInferenceEngine(str(world.model))
-    engine.build(max_model_len=128, max_num_seqs=8)
+    engine.build(max_model_len=128, max_num_seqs=8, **world.beside())
     return engine
 
 
@@ -225,10 +245,11 @@ def correct(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any,
 
 
 def train_engine_of(world: World) -> rlite.RliteTrainEngine:
-    """Return a train engine of the tiny model, on the device of the engine."""
-    world.get("engine")
+    """Return a train engine of the tiny model."""
+    if not has_session():
+        rlite.init("cpu", 1)
     engine = rlite.RliteTrainEngine(policy_module(world.model))
-    engine.build()
+    engine.build(**world.beside())
     return engine
 
 
@@ -240,7 +261,18 @@ class Actor:
 
 
 ROWS = [{"prompt": f"{a} + 2 =", "answer": str(a + 2)} for a in range(4)]
-PROVIDED: Mapping[str, Callable[[World], Any]] = {
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+BATCH = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS, dtype=torch.bool),
+    "loss_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]], dtype=torch.bool),
+    "logprobs": torch.full((2, 4), -5.0),
+    "rewards": torch.tensor([1.0, 0.0]),
+    "group_ids": torch.tensor([0, 0]),
+}
+PROVIDED: Mapping[str | tuple[str, str], Callable[[World], Any]] = {
+    ("own-algorithms", "engine"): train_engine_of,
+    ("own-algorithms", "batch"): lambda world: BATCH,
     "engine": engine_of,
     "tokenizer": lambda world: world.get("engine").tokenizer,
     "gconfig": lambda world: GenerationHyperparameters(max_new_tokens=4),
@@ -266,4 +298,4 @@ PROVIDED: Mapping[str, Callable[[World], Any]] = {
     "brief": lambda world: lambda completions, **columns: [-float(len(each)) for each in completions],
     "compute_score": lambda world: lambda data_source, solution_str, ground_truth, extra_info: 0.0,
 }
-"""names that pages take for granted"""
+"""names that pages take for granted, or that a page does"""

@@ -81,14 +81,16 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 @pytest.fixture
-def world(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[World]:
     """The folder and the names of one page."""
     own = tmp_path / "page"
     shutil.copytree(folder, own, symlinks=True)
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(str(own))
     before = set(sys.modules)
-    yield World(own / "model", monkeypatch)
+    yield World(request.node.callspec.params["page"].stem, own / "model", monkeypatch)
     rlite.shutdown()
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(own)):
@@ -103,10 +105,11 @@ def case(page: Path) -> Any:
 
 @pytest.mark.parametrize("page", [case(page) for page in RUN_HERE])
 def test_the_blocks_of_a_page_run(page: Path, world: World) -> None:
-    for block in blocks(page):
-        if block.is_run_here:
-            failure = failure_of(block, world)
-            assert (block.failure or "") in failure if failure else block.failure is None, f"{block.place}: {failure}"
+    own = [block for block in blocks(page) if block.is_run_here]
+    world.prepare(own)
+    for block in own:
+        failure = failure_of(block, world)
+        assert (block.failure or "") in failure if failure else block.failure is None, f"{block.place}: {failure}"
 
 
 def failure_of(block: Block, world: World) -> str:

@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MAX_EXAMPLES = 4
 """pages with examples that the reference names for each public name"""
+BOOST = {"reference/": 0.4, "interfaces": 0.2, "changelog": 0.2, "contributing": 0.3, "recipes": 0.5, "learning": 0.3}
+"""weight in search of pages, by the beginning of their names; others have 1"""
+BOOST |= {"environments-learning": 0.3, "architectures": 0.3, "gpu_rehearsal": 0.3, "coming-from": 0.5}
 RECIPES = {path.parent.name: f"recipes/{path.parent.name}.md" for path in sorted(ROOT.glob("recipes/*/README.md"))}
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "recipes/README.md": "recipes.md"}
 """files outside of docs that are pages of the site"""
@@ -39,7 +42,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return the text with lists nested by four columns, and without links to files that are no pages."""
+    """Weigh the page for search; return its text with nested lists, and without links to files that are no pages."""
+    weight = next((weight for begin, weight in BOOST.items() if page.file.src_uri.startswith(begin)), 1.0)
+    page.meta.setdefault("search", {"boost": weight})
     nested = re.sub(r"^  (?=[-*] )", "    ", markdown, flags=re.MULTILINE)
     source = page.file.src_uri
     return mended(nested, f"docs/{source}", source) if source not in PAGES.values() else nested

@@ -20,7 +20,8 @@ from tests.browser.chromium import browser
 
 SITE = Path(__file__).parents[2] / "site"
 FIRST = 5
-"""results that a reader looks at"""
+"""pages in the results that a reader looks at"""
+FIRST_LINKS = "all => all.map((each) => each.querySelector('a').href)"
 MIN_ANSWERED = 18
 
 
@@ -137,7 +138,7 @@ def main() -> int:
         for asked in QUESTIONS:
             page.goto(f"{url}/?q={quote(asked.words)}")
             page.wait_for_selector(".md-search-result__item")
-            links = page.eval_on_selector_all(".md-search-result__item > a", "all => all.map((each) => each.href)")
+            links = page.eval_on_selector_all(".md-search-result__item", FIRST_LINKS)
             found = [urlsplit(link).path.strip("/") for link in links[:FIRST]]
             place = next((number for number, name in enumerate(found, 1) if name in asked.answers), None)
             answered += place is not None
