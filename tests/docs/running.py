@@ -13,6 +13,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from rlite.rollout import SingleTurnWorkflow
 from rlite.runtime.cluster.session import has_session
 from rlite.trainer.model.modules import policy_module
 from rlite.types import GenerationHyperparameters
-from tests.docs.blocks import Block, commands
+from tests.docs.blocks import ROOT, Block, commands
 
 HUB = re.compile(r"\b(?:Qwen|PrimeIntellect)/[\w.-]+\b|\bMODEL\b|path/to/qwen3")
 """names of models, for which the tiny model stands"""
@@ -39,8 +40,10 @@ SIZES = {
     r"\btotal_steps=\d+": "total_steps=1",
     r"\bmax_new_tokens=\d+": "max_new_tokens=4",
     r'"max_(new_)?tokens": \d+': r'"max_\1tokens": 4',
-    r"\bmax_model_len=\d+": "max_model_len=128",
-    r'\bprompts_per_rollout": \d+': 'prompts_per_rollout": 2',
+    r"\bmax_model_len=\d+": "max_model_len=512",
+    r'\b(prompts_per_rollout|responses_per_prompt)": \d+': r'\1": 2',
+    r'\bmax_new_tokens": \d+': 'max_new_tokens": 4',
+    r'(rlite\.train\(\s*"(?:ppo|grpo)",)(?![^)]*total_steps)': r"\1 total_steps=1,",
     r"\bgroup_size=\d+": "group_size=2",
 }
 """sizes in programs, and what they are here"""
@@ -50,7 +53,7 @@ ALONE = ["launcher=inprocess", "num_devices=1"]
 SUPERVISED = ["data.batch_size=4", "trainer.n_epochs=1", "trainer.overwrite=true"]
 REINFORCED = [
     *("train_data.prompts_per_rollout=2", "train_data.responses_per_prompt=2", "trainer.total_steps=1"),
-    *("rollout.train_sampling_params.max_new_tokens=4", "rollout.max_model_len=128", "rollout.dynamic_filtering=false"),
+    *("rollout.train_sampling_params.max_new_tokens=4", "rollout.max_model_len=512", "rollout.dynamic_filtering=false"),
     "trainer.overwrite=true",
 ]
 SMALL = dict.fromkeys(("sft", "rm", "dpo", "orpo", "simpo", "cpo", "kto"), SUPERVISED)
@@ -68,8 +71,57 @@ GIVEN = {
 }
 """what `...` stands for, by the name of the command"""
 EVALUATED = ["test_data.path=test.jsonl", "trainer.test_freq=1", "trainer.best_metric=accuracy", "trainer.record=all"]
-RUNS = {"sft": [], "rm": [], "grpo": EVALUATED, "ppo": EVALUATED}
+LORA = ["actor.lora.rank=4"]
+RUNS = {"sft": LORA, "rm": [], "grpo": EVALUATED, "ppo": EVALUATED}
 """options of the finished runs that pages name, by the name of the command and of the run"""
+CONTRACTS = ROOT / "examples" / "contracts"
+WORKFLOW = """
+from rlite.rollout import SingleTurnWorkflow
+from rlite.rollout.registry import register_workflow
+
+
+def right(prompt, completions, prompt_ids, completion_ids, **row):
+    return float(completions.strip() == "42")
+
+
+@register_workflow("debate")
+def workflow(gconfig, tokenizer):
+    return SingleTurnWorkflow(right, gconfig, tokenizer)
+"""
+ROWS = [{"prompt": f"{a} + 2 =", "answer": str(a + 2), "response": str(a + 2)} for a in range(32)]
+CHAT = {"messages": [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": "4"}]}
+COUNTDOWN = {"prompt": "Combine 3, 5 and 9 to 17.", "extra_info": {"numbers": [3, 5, 9], "target": 17}}
+FILES = {
+    "checkpoints": {"prompts.txt": "2 + 2 =\n3 + 3 =\n"},
+    "coming-from-rlite-rl2-areal-dlrover": {"data/countdown/train.jsonl": (json.dumps(COUNTDOWN) + "\n") * 4},
+    "contracts": {
+        "rows.jsonl": '{"target": 3}\n{"target": 4}\n',
+        "counter.py": (CONTRACTS / "trl_counter.py").read_text(encoding="utf-8"),
+    },
+    "environments": {
+        "rows.jsonl": '{"prompt": "6 x 7 =", "target": 3}\n{"prompt": "21 + 21 =", "target": 4}\n',
+        "counter.py": (CONTRACTS / "trl_counter.py").read_text(encoding="utf-8"),
+        "game.py": (CONTRACTS / "gym_like.py").read_text(encoding="utf-8"),
+        "my.py": WORKFLOW,
+    },
+    "data": {
+        "rows.jsonl": '{"question": "2 + 2 =", "answer": "4", "problem": "2 + 2 =", "solution": "4"}\n' * 4,
+        "chats.jsonl": (json.dumps(CHAT) + "\n") * 8,
+    },
+    "streaming": {
+        "chats.jsonl": (json.dumps(CHAT) + "\n") * 8,
+        **{f"shards/{number}.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS) for number in range(2)},
+    },
+    "own-code": {"my_algorithms.py": "", "my_package/__init__.py": "", "my_package/rewards.py": ""},
+}
+"""files of pages, beside those that every page has"""
+BEFORE = {
+    "evaluation": """
+rlite eval runs/sft --data test.jsonl --reward my.py:correct --out runs/eval-sft
+rlite eval runs/grpo --data test.jsonl --reward my.py:correct --out runs/eval-grpo
+"""
+}
+"""commands before the first block of a page"""
 
 
 class World:
@@ -88,19 +140,24 @@ class World:
         self.names: dict[str, Any] = {"__name__": "page"}
 
     def prepare(self, blocks: Sequence[Block]) -> None:
-        """Make the finished runs that blocks name and none of them makes."""
+        """Make what blocks name and none of them makes: files, finished runs, and evaluations of these."""
         text = "".join(block.text for block in blocks)
+        for name, written in FILES.get(self.page, {}).items():
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(written, encoding="utf-8")
         for name, options in RUNS.items():
             if f"runs/{name}" in text and f"save_dir=runs/{name}" not in text:
                 self.rlite(name, ["...", f"trainer.save_dir=runs/{name}", *options])
+        for command in commands(BEFORE.get(self.page, "")):
+            self.run_command(shlex.split(command))
 
     def run(self, block: Block) -> None:
         """Run a block; what fails is raised."""
-        text = HUB.sub(str(self.model), block.text)
+        text = HUB.sub(str(self.model), block.text).replace("ADAPTER", "runs/sft/latest/adapter")
         {
             "python": self.run_program,
             "bash": self.run_commands,
-            "yaml": check_options,
+            "yaml": self.check_options,
             "json": check_rows,
         }[block.language](text)
 
@@ -108,13 +165,19 @@ class World:
         """Run a program. One that begins with the name of a file is written there, too."""
         for size, small in SIZES.items():
             text = re.sub(size, small, text)
+        for folder in re.findall(r'\bsave_dir="([\w/-]+)"', text):
+            shutil.rmtree(folder, ignore_errors=True)  # a run of an earlier block
         if file := re.match(r"# ([\w/]+\.py)\b", text):
             Path(file[1]).write_text(text, encoding="utf-8")
             if "@register_" in text:  # the command that imports the file registers its names
                 return
         tree = ast.parse(text)
-        if re.search(r"rlite\.(init|session|train|evaluate)\(", text):
+        if "rollout_options = " in text:  # they are set before the first rollout
             self.close()
+        if re.search(r"rlite\.(init|session|train|evaluate)\(|Engine\(", text):
+            self.close()
+            if re.search(r"Engine\(", text) and not re.search(r"rlite\.(init|session)\(", text):
+                rlite.init("cpu", 1)
         self.provide(tree)
         code = compile(tree, file[1] if file else "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         made = eval(code, self.names)
@@ -149,7 +212,9 @@ class World:
     def run_commands(self, text: str) -> None:
         """Run each command of a block."""
         for command in commands(text):
-            self.run_command(shlex.split(command, comments=True))
+            words = shlex.split(command, comments=True)
+            end = next((place for place, word in enumerate(words) if word in ("|", ">")), len(words))
+            self.run_command(words[:end])  # what another program does with the output is its own
 
     def run_command(self, words: list[str]) -> None:
         """Run one command.
@@ -175,6 +240,25 @@ class World:
             case _:
                 raise LookupError(f"{shlex.join(words)}: nothing runs it here; put a marker before the block")
 
+    def check_options(self, text: str) -> None:
+        """Check that a block of yaml holds options of a trainer, or a job."""
+        Path("options.yaml").write_text(text, encoding="utf-8")
+        refused = {}
+        for name in (*TRAINERS, "launch"):
+            options = cli.COMMANDS[name].find_options()
+            given = [word.replace("MODEL", str(self.model)) for word in GIVEN.get(name, (MODEL,))]
+            try:
+                with config.quick_checks():
+                    config.load(
+                        options,
+                        [*(given if name != "launch" else ()), "--config", "options.yaml"],
+                        aliases=getattr(options, "aliases", {}),
+                    )
+                return
+            except RliteError as error:
+                refused[name] = error
+        raise AssertionError(refused)
+
     def rlite(self, name: str, arguments: Sequence[str]) -> None:
         """Check the options of a command as they are printed, and run it with small ones."""
         self.close()
@@ -187,8 +271,10 @@ class World:
             with config.quick_checks():
                 config.load(options, options.arguments(own), aliases=options.aliases)
             own = [word for word in own if not PLACES.fullmatch(word)]
-        if "tiny.yaml" not in own:  # a run of seconds already
-            own += SMALL.get(name, [])
+        if "tiny.yaml" not in own and (name != "eval" or holds(own, "--data") or holds(own, "data.path")):
+            own += SMALL.get(name, [])  # others are small already
+        if holds(own, "data.streaming"):
+            own = [*(word for word in own if not word.startswith("trainer.n_epochs")), "trainer.total_steps=1"]
         self.patch.setattr(sys, "argv", ["rlite", name, *own, *(ALONE if name in TRAINERS else ())])
         try:
             cli.main()
@@ -204,20 +290,6 @@ def holds(words: Sequence[str], word: str) -> bool:
     return any(each.partition("=")[0].startswith(begin) for each in words)
 
 
-def check_options(text: str) -> None:
-    """Check that a block of yaml holds options of a trainer."""
-    Path("options.yaml").write_text(text, encoding="utf-8")
-    refused = {}
-    for name in TRAINERS:
-        options = cli.COMMANDS[name].find_options()
-        try:
-            with config.quick_checks():
-                config.load(options, ["--config", "options.yaml"], aliases=options.aliases)
-        except RliteError as error:
-            refused[name] = error
-    assert len(refused) < len(TRAINERS), refused
-
-
 def check_rows(text: str) -> None:
     """Check that each line of a block of JSON is a row of a known format."""
     for line in text.splitlines():
@@ -231,7 +303,7 @@ def engine_of(world: World) -> rlite.RliteInferenceEngine:
     if not has_session():
         rlite.init("cpu", 1)
     engine = rlite.RliteInferenceEngine(str(world.model))
-    engine.build(max_model_len=128, max_num_seqs=8, **world.beside())
+    engine.build(max_model_len=512, max_num_seqs=8, **world.beside())
     return engine
 
 
@@ -260,7 +332,6 @@ class Actor:
         return [0.0]
 
 
-ROWS = [{"prompt": f"{a} + 2 =", "answer": str(a + 2)} for a in range(4)]
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 BATCH = {
     "input_ids": IDS,
@@ -273,6 +344,9 @@ BATCH = {
 PROVIDED: Mapping[str | tuple[str, str], Callable[[World], Any]] = {
     ("own-algorithms", "engine"): train_engine_of,
     ("own-algorithms", "batch"): lambda world: BATCH,
+    ("rewards", "rows"): lambda world: [
+        {**row, "completions": "4", "prompt_ids": [1], "completion_ids": [2]} for row in ROWS
+    ],
     "engine": engine_of,
     "tokenizer": lambda world: world.get("engine").tokenizer,
     "gconfig": lambda world: GenerationHyperparameters(max_new_tokens=4),
@@ -281,7 +355,7 @@ PROVIDED: Mapping[str | tuple[str, str], Callable[[World], Any]] = {
     "correct": lambda world: correct,
     "right": lambda world: correct,
     "rows": lambda world: ROWS,
-    "my_rows": lambda world: [{"prompt": row["prompt"], "response": row["answer"]} for row in ROWS],
+    "my_rows": lambda world: ROWS,
     "items": lambda world: ROWS[:2],
     "loader": lambda world: [ROWS[:2]] * 4,
     "num_steps": lambda world: 1,
@@ -292,7 +366,7 @@ PROVIDED: Mapping[str | tuple[str, str], Callable[[World], Any]] = {
     "mask": lambda world: torch.tensor([True, False]),
     "kl": lambda world: torch.tensor([0.1, 0.0]),
     "lr": lambda world: 1e-6,
-    "ask": lambda world: lambda: asyncio.sleep(0),
+    "ask": lambda world: lambda question: asyncio.sleep(0),
     "verify": lambda world: correct,
     "f": lambda world: lambda completions, **columns: [0.0 for _ in completions],
     "brief": lambda world: lambda completions, **columns: [-float(len(each)) for each in completions],

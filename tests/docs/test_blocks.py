@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import rlite
+from tests.agents import WITH_TOOLS, tokenizer_with
 from tests.docs.blocks import LANGUAGES, ROOT, Block, blocks, pages
-from tests.docs.running import World
+from tests.docs.running import ROWS, World
 from tests.tiny import build_model_dir
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
@@ -33,7 +34,11 @@ def brief(prompt, completions, prompt_ids, completion_ids, **row):
     return -float(len(completions))
 
 
-right, compute = correct, brief
+right = correct
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.startswith(ground_truth))
 """
 
 
@@ -58,17 +63,20 @@ def test_tests_that_blocks_name_know_the_page_or_are_what_the_block_runs() -> No
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what pages name: a model, tables, functions and finished runs."""
     folder = tmp_path_factory.mktemp("pages")
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 16384}
     build_model_dir(folder / "model", "qwen3", hidden=64, **sizes)
-    sums = [{"prompt": f"{a} + 2 =", "answer": str(a + 2)} for a in range(8)]
-    write(folder / "sums.jsonl", sums)
-    for name in ("prompts", "test", "held_out", "math", "code"):
-        write(folder / f"{name}.jsonl", sums)
-    write(folder / "rows.jsonl", [{"prompt": row["prompt"], "response": row["answer"]} for row in sums])
-    write(folder / "pairs.jsonl", [{"prompt": row["prompt"], "chosen": "yes", "rejected": "no"} for row in sums])
+    tokenizer_with("{% if enable_thinking %}{% endif %}" + WITH_TOOLS).save_pretrained(folder / "model")
+    for name in ("sums", "prompts", "rows", "test", "held_out", "math", "code"):
+        write(folder / f"{name}.jsonl", ROWS)
+    write(folder / "pairs.jsonl", [{"prompt": row["prompt"], "chosen": "yes", "rejected": "no"} for row in ROWS])
+    labels = [{"prompt": row["prompt"], "completion": row["answer"], "label": True} for row in ROWS]
+    write(folder / "labels.jsonl", labels)
     (folder / "gsm8k").mkdir()
+    graded = [{"data_source": "sums", "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    truths = [{"reward_model": {"style": "rule", "ground_truth": row["answer"]}} for row in ROWS]
     for name in ("train", "test"):
-        pq.write_table(pa.Table.from_pylist(sums), folder / "gsm8k" / f"{name}.parquet")
+        table = pa.Table.from_pylist([row | truth for row, truth in zip(graded, truths, strict=True)])
+        pq.write_table(table, folder / "gsm8k" / f"{name}.parquet")
     for name in ("my.py", "score.py"):
         (folder / name).write_text(FUNCTIONS, encoding="utf-8")
     for name in ("configs", "examples"):
@@ -76,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> None:
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
