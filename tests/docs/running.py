@@ -14,6 +14,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.run import get_args_parser
+from transformers import AutoTokenizer
 
 import rlite
 from rlite import cli, config
@@ -31,7 +33,9 @@ from rlite.errors import RliteError
 from rlite.rollout import SingleTurnWorkflow
 from rlite.runtime.cluster.session import has_session
 from rlite.trainer.model.modules import policy_module
+from rlite.trainer.model.options import OptimizerOptions
 from rlite.types import GenerationHyperparameters
+from tests import forked_python
 from tests.docs.blocks import ROOT, Block, commands
 
 HUB = re.compile(r"\b(?:Qwen|PrimeIntellect)/[\w.-]+\b|\bMODEL\b|path/to/qwen3")
@@ -99,13 +103,14 @@ FILES = {
         "counter.py": (CONTRACTS / "trl_counter.py").read_text(encoding="utf-8"),
     },
     "environments": {
-        "rows.jsonl": '{"prompt": "6 x 7 =", "target": 3}\n{"prompt": "21 + 21 =", "target": 4}\n',
+        "targets.jsonl": '{"target": 3}\n{"target": 4}\n',
         "counter.py": (CONTRACTS / "trl_counter.py").read_text(encoding="utf-8"),
         "game.py": (CONTRACTS / "gym_like.py").read_text(encoding="utf-8"),
         "my.py": WORKFLOW,
     },
     "data": {
         "rows.jsonl": '{"question": "2 + 2 =", "answer": "4", "problem": "2 + 2 =", "solution": "4"}\n' * 4,
+        "both.jsonl": "".join(json.dumps(row | CHAT) + "\n" for row in ROWS),
         "chats.jsonl": (json.dumps(CHAT) + "\n") * 8,
     },
     "streaming": {
@@ -275,6 +280,11 @@ class World:
             own += SMALL.get(name, [])  # others are small already
         if holds(own, "data.streaming"):
             own = [*(word for word in own if not word.startswith("trainer.n_epochs")), "trainer.total_steps=1"]
+        if name == "plan":  # its stand-ins of process groups stay in their process
+            program = [forked_python.python(), "-c", "from rlite.cli import main; main()", name, *own]
+            done = subprocess.run(program, capture_output=True, text=True, timeout=250)
+            assert done.returncode == 0, done.stderr
+            return
         self.patch.setattr(sys, "argv", ["rlite", name, *own, *(ALONE if name in TRAINERS else ())])
         try:
             cli.main()
@@ -320,9 +330,12 @@ def train_engine_of(world: World) -> rlite.RliteTrainEngine:
     """Return a train engine of the tiny model."""
     if not has_session():
         rlite.init("cpu", 1)
-    engine = rlite.RliteTrainEngine(policy_module(world.model))
+    engine = rlite.RliteTrainEngine(policy_module(world.model, OPTIMIZER))
     engine.build(**world.beside())
     return engine
+
+
+OPTIMIZER = OptimizerOptions(lr=1e-3, weight_decay=0.0, scheduler="constant", warmup_steps=0, total_steps=1)
 
 
 class Actor:
@@ -348,7 +361,7 @@ PROVIDED: Mapping[str | tuple[str, str], Callable[[World], Any]] = {
         {**row, "completions": "4", "prompt_ids": [1], "completion_ids": [2]} for row in ROWS
     ],
     "engine": engine_of,
-    "tokenizer": lambda world: world.get("engine").tokenizer,
+    "tokenizer": lambda world: AutoTokenizer.from_pretrained(world.model),
     "gconfig": lambda world: GenerationHyperparameters(max_new_tokens=4),
     "workflow": workflow_of,
     "reward_fn": lambda world: correct,
