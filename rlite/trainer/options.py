@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import field_validator
+from pydantic import BeforeValidator, field_validator
 
 from rlite import config
 from rlite.config import Count, FinitePositive, Natural, Options, Seed
@@ -31,7 +31,8 @@ RESERVED_TEMPLATE_OPTIONS = {
 """arguments of `apply_chat_template`, and of rlite's functions around it, that are not the user's"""
 
 
-Columns = dict[str, str | None]
+Columns = dict[str, Annotated[str | None, BeforeValidator(lambda own: None if own == "null" else own)]]
+"""rlite's name of a column -> the table's; None, on the command line `null`, hides the column"""
 
 
 class SourceOptions(Options):

@@ -48,10 +48,16 @@ SIZES = {
     r'\b(prompts_per_rollout|responses_per_prompt)": \d+': r'\1": 2',
     r'\bmax_new_tokens": \d+': 'max_new_tokens": 4',
     r'(rlite\.train\(\s*"(?:ppo|grpo)",)(?![^)]*total_steps)': r"\1 total_steps=1,",
+    r'(rlite\.train\(\s*"(?:ppo|grpo)",)(?![^)]*(?:max_new_tokens|\*\*options))': (
+        r'\1 **{"train_data.prompts_per_rollout": 2, "rollout.train_sampling_params.max_new_tokens": 4},'
+    ),
     r"\bgroup_size=\d+": "group_size=2",
 }
 """sizes in programs, and what they are here"""
-PLACES = re.compile(r"(\w+\.)?((ddp|fsdp|tp|ep|sp)_size|num_devices|launcher|executor|gpu_memory_utilization)=.*")
+PLACES = re.compile(
+    r"(\w+\.)?((ddp|fsdp|tp|ep|sp)_size|num_devices|launcher|executor"
+    r"|gpu_memory_utilization|max_head_offpolicyness)=.*"
+)
 """options of devices, which are checked but not used for a run"""
 ALONE = ["launcher=inprocess", "num_devices=1"]
 SUPERVISED = ["data.batch_size=4", "trainer.n_epochs=1", "trainer.overwrite=true"]
@@ -74,6 +80,26 @@ GIVEN = {
     "grpo": PROMPTS,
 }
 """what `...` stands for, by the name of the command"""
+FUNCTIONS = """
+def correct(prompt, completions, prompt_ids, completion_ids, **row):
+    return float(completions[:1] == row.get("answer", "")[:1])
+
+
+def brief(prompt, completions, prompt_ids, completion_ids, **row):
+    return -float(len(completions))
+
+
+right = correct
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.startswith(ground_truth))
+
+
+def varied(prompt, completions, prompt_ids, completion_ids, **row):
+    return float(sum(map(ord, completions)) % 7)
+"""
+"""functions of readers, in files and for programs"""
 EVALUATED = ["test_data.path=test.jsonl", "trainer.test_freq=1", "trainer.best_metric=accuracy", "trainer.record=all"]
 LORA = ["actor.lora.rank=4"]
 RUNS = {"sft": LORA, "rm": [], "grpo": EVALUATED, "ppo": EVALUATED}
@@ -172,6 +198,10 @@ class World:
             text = re.sub(size, small, text)
         for folder in re.findall(r'\bsave_dir="([\w/-]+)"', text):
             shutil.rmtree(folder, ignore_errors=True)  # a run of an earlier block
+        if re.search(r"rlite\.train\(|Trainer\(", text):
+            for name in TRAINERS:
+                if f"runs/{name}" not in text:
+                    shutil.rmtree(f"runs/{name}", ignore_errors=True)
         if file := re.match(r"# ([\w/]+\.py)\b", text):
             Path(file[1]).write_text(text, encoding="utf-8")
             if "@register_" in text:  # the command that imports the file registers its names
@@ -321,9 +351,15 @@ def workflow_of(world: World) -> SingleTurnWorkflow:
     return SingleTurnWorkflow(world.get("reward_fn"), world.get("gconfig"), world.get("tokenizer"))
 
 
-def correct(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **row: Any) -> float:
-    """Grade an answer."""
-    return float(completions.strip() == answer)
+def own(name: str) -> Callable[[World], Any]:
+    """Return how to make a function of readers, which travels to other processes by value."""
+
+    def make(world: World) -> Any:
+        names: dict[str, Any] = {"__name__": "functions_of_readers"}
+        exec(FUNCTIONS, names)
+        return names[name]
+
+    return make
 
 
 def train_engine_of(world: World) -> rlite.RliteTrainEngine:
@@ -364,9 +400,9 @@ PROVIDED: Mapping[str | tuple[str, str], Callable[[World], Any]] = {
     "tokenizer": lambda world: AutoTokenizer.from_pretrained(world.model),
     "gconfig": lambda world: GenerationHyperparameters(max_new_tokens=4),
     "workflow": workflow_of,
-    "reward_fn": lambda world: correct,
-    "correct": lambda world: correct,
-    "right": lambda world: correct,
+    "reward_fn": own("varied"),
+    "correct": own("correct"),
+    "right": own("right"),
     "rows": lambda world: ROWS,
     "my_rows": lambda world: ROWS,
     "items": lambda world: ROWS[:2],
@@ -380,7 +416,7 @@ PROVIDED: Mapping[str | tuple[str, str], Callable[[World], Any]] = {
     "kl": lambda world: torch.tensor([0.1, 0.0]),
     "lr": lambda world: 1e-6,
     "ask": lambda world: lambda question: asyncio.sleep(0),
-    "verify": lambda world: correct,
+    "verify": own("correct"),
     "f": lambda world: lambda completions, **columns: [0.0 for _ in completions],
     "brief": lambda world: lambda completions, **columns: [-float(len(each)) for each in completions],
     "compute_score": lambda world: lambda data_source, solution_str, ground_truth, extra_info: 0.0,

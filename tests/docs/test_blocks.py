@@ -16,30 +16,17 @@ import pytest
 import rlite
 from tests.agents import WITH_TOOLS, tokenizer_with
 from tests.docs.blocks import LANGUAGES, ROOT, Block, blocks, pages
-from tests.docs.running import ROWS, World
+from tests.docs.running import FUNCTIONS, ROWS, World
 from tests.tiny import build_model_dir
 
 BLOCKS = [block for page in pages() for block in blocks(page)]
 RUN_HERE = [page for page in pages() if any(block.is_run_here for block in blocks(page))]
-QUICK = {"README.md"}
+QUICK = {"README.md"} | {
+    f"docs/{name}.md" for name in ("environments", "executors", "index", "judges", "own-algorithms", "own-code")
+}
 """pages whose blocks run in seconds; `make nightly` runs the others"""
 MAX_NOT_RUN = 0.2
 """share of the blocks that nothing runs"""
-FUNCTIONS = """
-def correct(prompt, completions, prompt_ids, completion_ids, **row):
-    return float(completions[:1] == row.get("answer", "")[:1])
-
-
-def brief(prompt, completions, prompt_ids, completion_ids, **row):
-    return -float(len(completions))
-
-
-right = correct
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(solution_str.startswith(ground_truth))
-"""
 
 
 def test_every_block_names_its_language() -> None:
@@ -80,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("my.py", "score.py"):
         (folder / name).write_text(FUNCTIONS, encoding="utf-8")
     for name in ("configs", "examples"):
-        (folder / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     return folder
 
 
@@ -94,7 +81,7 @@ def world(
 ) -> Iterator[World]:
     """The folder and the names of one page."""
     own = tmp_path / "page"
-    shutil.copytree(folder, own, symlinks=True)
+    shutil.copytree(folder, own)
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(str(own))
     before = set(sys.modules)

@@ -30,6 +30,13 @@ def test_adapters_are_asked_for_by_naming_one_of_their_options():
     assert load(SftConfig, [*SFT, "actor.lora={}"]).actor.lora.rank == 16
 
 
+@pytest.mark.parametrize("written", ["null", None])
+def test_a_column_is_hidden_by_null_on_the_command_line_and_by_none_in_a_program(written):
+    words = [*SFT, *(["data.columns.messages=null"] if written else [])]
+    given = {} if written else {"data": {"columns": {"messages": None}}}
+    assert load(SftConfig, words, given=given).data.columns == {"messages": None}
+
+
 @pytest.mark.parametrize(
     ("argument", "named"),
     [
