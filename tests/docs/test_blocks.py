@@ -14,6 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import rlite
+from rlite.algorithms import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES
+from rlite.algorithms.advantages.credit import CREDITS
+from rlite.data.readers.formats import FORMATS
+from rlite.rollout.registry import REWARDS, WORKFLOWS
+from rlite.trainer.callbacks import CALLBACKS
+from rlite.trainer.sampling.sampler import SAMPLERS
 from tests.agents import WITH_TOOLS, tokenizer_with
 from tests.docs.blocks import LANGUAGES, ROOT, Block, blocks, pages
 from tests.docs.running import FUNCTIONS, ROWS, World
@@ -25,6 +31,9 @@ QUICK = {"README.md"} | {
     f"docs/{name}.md" for name in ("environments", "executors", "index", "judges", "own-algorithms", "own-code")
 }
 """pages whose blocks run in seconds; `make nightly` runs the others"""
+TABLES: list[dict[Any, Any]] = [ADVANTAGES, CALLBACKS, CREDITS, FORMATS, POLICY_LOSSES, PREFERENCE_LOSSES, SAMPLERS]
+TABLES += [REWARDS, WORKFLOWS]
+"""names that programs of pages add to, which other tests must not see"""
 MAX_NOT_RUN = 0.2
 """share of the blocks that nothing runs"""
 
@@ -84,9 +93,12 @@ def world(
     shutil.copytree(folder, own)
     monkeypatch.chdir(own)
     monkeypatch.syspath_prepend(str(own))
-    before = set(sys.modules)
+    before, registered = set(sys.modules), [dict(table) for table in TABLES]
     yield World(request.node.callspec.params["page"].stem, own / "model", monkeypatch)
     rlite.shutdown()
+    for table, entries in zip(TABLES, registered, strict=True):
+        table.clear()
+        table.update(entries)
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(own)):
             del sys.modules[name]
