@@ -51,13 +51,13 @@ QUESTIONS = [
         ("cookbook", "algorithms"),
     ),
     Question(
-        "researcher", "How do I change the KL coefficient over the steps?", "kl coefficient schedule", ("cookbook",)
+        "researcher", "How do I change the KL coefficient over the steps?", "kl coefficient schedule", ("cookbook", "callbacks")
     ),
     Question(
         "researcher",
         "How do I log a number of my own from a callback?",
         "callback log metric",
-        ("own-code", "cookbook", "reference/rlite.trainer.callbacks"),
+        ("callbacks", "own-code", "cookbook", "reference/rlite.trainer.callbacks"),
     ),
     Question(
         "engineer", "How do I start one run on two nodes without Ray?", "two nodes torchrun", ("cookbook", "trainers")
