@@ -21,7 +21,7 @@ from rlite.yaml_texts import flat
 MAX_FILE = 8 << 20
 """bytes of the file; its older half is dropped beyond it"""
 MAX_KINDS = 4
-"""texts of a function that the console shows; another number makes no other kind"""
+"""texts of a function that the console shows; other numbers and quoted texts make no other kind"""
 NAMING = ("env_vars", "tool_env_vars", "key_env")
 """last parts of options that name variables of the environment which functions may have"""
 
@@ -72,7 +72,7 @@ class PrintLog(Observer):
                 file.write(line)
 
     def _show(self, what: str, text: str, row: object) -> None:
-        shown, kind = self._kinds.setdefault(what, set()), re.sub(r"[\d.]+", "#", text)
+        shown, kind = self._kinds.setdefault(what, set()), re.sub(r"'[^']*'|\"[^\"]*\"|[\d.]+", "#", text)
         if kind not in shown and len(shown) < MAX_KINDS:
             shown.add(kind)
             rest = "all that it prints" if len(shown) < MAX_KINDS else "all, and other kinds of text are there alone"

@@ -20,6 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
+from textwrap import wrap
 from typing import Any, Literal, TextIO
 
 from rich.console import Console
@@ -137,6 +138,8 @@ _PLAIN_WIDTH = 9
 """characters of a value in a pipe, so that the values of consecutive lines are aligned"""
 _PLAIN_COLUMNS = 165
 """characters of the metrics of a line in a pipe, unless all or named metrics are asked for"""
+NARROW = 64
+"""characters of a terminal below which there is no bar beside the numbers"""
 PIPE_WIDTH = 200
 """characters of a line of a table in a pipe or a file"""
 
@@ -201,14 +204,15 @@ class ConsoleReporter(observer.Console):
             rows: names and values.
             style: colour of the frame on a terminal.
         """
-        pairs = [(str(name), str(value)) for name, value in (rows.items() if isinstance(rows, Mapping) else rows)]
+        given = rows.items() if isinstance(rows, Mapping) else rows
+        pairs = [(self._encodable(name), self._encodable(value)) for name, value in given]
         if not self._console.is_terminal:
             width = max((len(name) for name, _ in pairs), default=0)
-            self._print(title, *(f"  {name:<{width}}  {value}" for name, value in pairs))
+            self._print(title, *(_row(name, value, width) for name, value in pairs))
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold cyan", no_wrap=True)
-        table.add_column()
+        table.add_column(overflow="fold")
         for pair in pairs:
             table.add_row(*pair)
         heading = Text(title, f"bold {style}".strip())
@@ -320,11 +324,12 @@ class ConsoleReporter(observer.Console):
 
     def _bar(self) -> Progress:
         if self._progress is None:
+            is_narrow = self._console.width < NARROW
             self._progress = Progress(
                 TextColumn("{task.description}", style="bold", markup=False),
-                BarColumn(bar_width=10 if self._console.width < 100 else 24),
+                *([] if is_narrow else [BarColumn(bar_width=10 if self._console.width < 100 else 24)]),
                 *([MofNCompleteColumn()] if self._total else []),
-                TimeElapsedColumn(),
+                *([] if is_narrow else [TimeElapsedColumn()]),
                 TextColumn("[dim]{task.fields[pace]}"),
                 console=self._console,
                 refresh_per_second=2,
@@ -333,10 +338,23 @@ class ConsoleReporter(observer.Console):
             self._progress.start()
         return self._progress
 
+    def _encodable(self, value: object) -> str:
+        """Return a text in which characters that the file's encoding lacks are written as their numbers."""
+        encoding = self._file.encoding or "utf-8"
+        return str(value).encode(encoding, "backslashreplace").decode(encoding)
+
     def _print(self, *lines: str) -> None:
         with self._lock:
             print(*lines, sep="\n", file=self._file, flush=True)
             self._printed_at = self._clock()
+
+
+def _row(name: str, value: str, width: int) -> str:
+    """Return a row of a table in a pipe, whose further lines stand below the first one."""
+    room = PIPE_WIDTH - width - 4
+    wrapped = (wrap(line, room, break_long_words=False, break_on_hyphens=False) for line in value.splitlines())
+    lines = [part for parts in wrapped for part in parts or [""]]
+    return f"  {name:<{width}}  " + f"\n{'':{width + 4}}".join(lines)
 
 
 def _lost(metrics: Mapping[str, float]) -> str:

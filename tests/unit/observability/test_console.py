@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,22 @@ def test_a_line_of_a_pipe_has_at_most_200_characters_unless_more_is_asked_for(ch
     assert first.startswith("step 1/60   a_long_metric_0 1.235")
     assert (MANY[-1] in first) is shows_all
     assert (len(first) <= 200) is not shows_all
+
+
+def test_the_lines_of_a_table_in_a_file_stand_below_each_other_and_fit() -> None:
+    out = io.StringIO()
+    reporter = ConsoleReporter(file=out)
+    reporter.report("title", {"text": "first\n  second\n\nlast", "long": "word " * 90, "path": "/" + "x" * 300})
+    lines = out.getvalue().splitlines()
+    assert lines[:5] == ["title", "  text  first", "          second", "        ", "        last"]
+    assert max(map(len, lines[:-1])) <= 200
+    assert lines[-1] == "  path  /" + "x" * 300, "no word is broken"
+
+
+def test_a_table_in_a_locale_without_some_characters_names_their_numbers(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", encoding="ascii") as file:
+        ConsoleReporter(file=file).report("title", {"text": "é→"})
+    assert (tmp_path / "log").read_text() == "title\n  text  \\xe9\\u2192\n"
 
 
 def test_a_resumed_run_measures_its_own_pace() -> None:
@@ -230,3 +247,16 @@ def test_the_step_of_the_evaluated_weights_is_said_if_it_is_an_earlier_one(termi
         reporter.close()
     assert "       evaluation math of step 12" in out[0].lines()
     assert "math/accuracy 1          evaluation math of step 12" in plain.getvalue()
+
+
+def test_nothing_is_cut_off_on_a_terminal_of_40_characters(terminal: Any) -> None:
+    out, reporter = terminal(40, metrics=("reward", "loss"))
+    path = "/a/folder/with/a/rather/long/name/metrics.jsonl"
+    reporter.report("rlite ppo", {"curves": path})
+    reporter.log(1, STEP)
+    reporter.note("rollout: 12 of 64 episodes")
+    reporter.close()
+    text = ESCAPES.sub("", out.getvalue())
+    assert "".join(re.findall(r"│ (?:curves)? +(\S+) +│", text)) == path
+    assert "1/60" in text
+    assert max(len(line.rsplit("\r", 1)[-1]) for line in text.split("\n")) <= 40
