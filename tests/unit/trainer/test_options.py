@@ -381,3 +381,21 @@ def test_help_names_every_choice(options, key, known):
 def test_a_record_has_a_limit_that_can_be_counted_in_bytes(limit):
     with pytest.raises(ConfigError, match=r"trainer\.record_limit"):
         load(PpoConfig, [*PPO, f"trainer.record_limit={limit}"])
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("runs/ppo", "ppo"),
+        ("runs/math/ppo", "math-ppo"),
+        ("/data/runs/a", "a"),
+        ("/a", "a"),
+        ("x/y/z", "y-z"),
+        ("/", "run"),
+    ],
+)
+def test_a_run_is_named_in_sinks_by_its_folder(folder: str, name: str) -> None:
+    assert load(SftConfig, [*SFT, f"trainer.save_dir={folder}"]).trainer.run_name == name
+    assert (
+        load(SftConfig, [*SFT, f"trainer.save_dir={folder}", "trainer.experiment_name=own"]).trainer.run_name == "own"
+    )
