@@ -85,11 +85,12 @@ test-lowest: $(LOWEST_VENV)/.installed  ## quick tests with the oldest releases 
 
 # each is `python -m benchmarks.NAME`; one that fails does not keep the others from running
 NIGHTLY = comparison_intervals audit_mutations hostile_models chaos chaos_jobs architectures
-nightly: $(VENV)/.peers-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
+nightly: $(VENV)/.peers-installed $(VENV)/.browser-installed  ## what is too long for CI: long tests, attacks, faults, simulations, all models; about an hour
 	@failed=; $(PYTEST) -m "nightly or hypothesis" tests || failed=tests; \
 	$(MAKE) test-vllm MARKS=nightly || failed="$$failed vllm"; \
 	$(MAKE) test-tinker || failed="$$failed tinker"; \
 	$(MAKE) wheel-check || failed="$$failed wheel-check"; \
+	{ $(MAKE) docs && $(BIN)/python -m tools.site.questions; } || failed="$$failed docs"; \
 	$(MAKE) test-lowest || failed="$$failed test-lowest"; \
 	for version in $(TRANSFORMERS); do \
 		$(MAKE) test-transformers VERSION=$$version || failed="$$failed transformers-$$version"; \
