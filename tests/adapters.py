@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,17 +59,17 @@ async def interrupted(
 
 
 async def across_versions(
-    engine: RliteInferenceEngine, name: str, sync: Callable[[], Any], gconfig: GenerationHyperparameters, num: int
+    engine: RliteInferenceEngine, sync: Callable[[int], Any], gconfig: GenerationHyperparameters, num: int
 ) -> list[LLMResponse]:
-    """Answers that begin with one version of an adapter each; all are in flight when the last version arrives."""
+    """Answers that begin with one version of the adapter "kept" each, and are in flight when the last one arrives."""
     loop, tasks = asyncio.get_running_loop(), []
     for number in range(num):
+        await asyncio.to_thread(sync, number)
         seen = asyncio.Event()
-        request = LLMRequest(input_ids=[7, 8, 9 + number], gconfig=gconfig.new(seed=number), adapter=name)
-        see = partial(_set, loop, seen)
-        tasks.append(asyncio.ensure_future(engine.agenerate(request, see)))
+        request = LLMRequest(input_ids=[7, 8, 9 + number], gconfig=gconfig.new(seed=number), adapter="kept")
+        tasks.append(asyncio.ensure_future(engine.agenerate(request, partial(_set, loop, seen))))
         await seen.wait()
-        await asyncio.to_thread(sync)
+    await asyncio.to_thread(sync, num)
     assert not any(task.done() for task in tasks)
     return list(await asyncio.gather(*tasks))
 
@@ -80,25 +79,19 @@ def _set(loop: asyncio.AbstractEventLoop, event: asyncio.Event, chunk: TokenChun
 
 
 def assert_kept_versions(
-    trainer: RliteTrainEngine, engine: RliteInferenceEngine, folder: Path, learn: Any, num_tokens: int
+    trainer: RliteTrainEngine, engine: RliteInferenceEngine, names: list[str], num_tokens: int
 ) -> None:
-    """Requests in flight end with the versions with which they began, three of them beside the newest."""
-    folders = [folder / f"version-{number}" for number in range(1, 4)]
-    trainer.save_adapter("wide", folders[0])
-    trainer.p2p_adapter_sync(engine, "wide")
-    saved = iter([*folders[1:], folder / "newest"])
+    """Requests in flight end with the versions with which they began: all but the last of the trainer's adapters."""
 
-    def sync() -> None:
-        learn(trainer, "wide")
-        trainer.save_adapter("wide", next(saved))
-        trainer.p2p_adapter_sync(engine, "wide", on_inflight="keep")
+    def sync(number: int) -> None:
+        report = trainer.p2p_adapter_sync(engine, names[number], name="kept", on_inflight="keep")
+        assert report.version == number + 1
 
     gconfig = GenerationHyperparameters(max_new_tokens=num_tokens, ignore_eos=True)
-    answers = asyncio.run(across_versions(engine, "wide", sync, gconfig, 3))
-    for number, (answer, own) in enumerate(zip(answers, folders, strict=True), start=1):
-        assert {*answer.output_versions} == {number}
-        trainer.load_adapter(own.name, own)
-        expected = of_trainer(trainer, [*answer.input_tokens, *answer.output_tokens], own.name)
+    answers = asyncio.run(across_versions(engine, sync, gconfig, len(names) - 1))
+    for number, answer in enumerate(answers):
+        assert {*answer.output_versions} == {number + 1}
+        expected = of_trainer(trainer, [*answer.input_tokens, *answer.output_tokens], names[number])
         found = torch.tensor(answer.output_logprobs)
         torch.testing.assert_close(found, expected[answer.input_len - 1 :], atol=1e-5, rtol=0)
-    assert engine.adapters == {"wide": 4}
+    assert engine.adapters["kept"] == len(names)

@@ -131,12 +131,11 @@ def test_with_deterministic_engines_a_modules_own_adapter_has_the_bits_of_traini
     engines: list[Any], models: dict[str, Path]
 ) -> None:
     module = policy_module(models["qwen3"], constant(), LORA)
-    trainer, engine = (
-        trained(engines, module, deterministic=True),
-        serving(engines, models["qwen3"], deterministic=True),
-    )
+    trainer = trained(engines, module, deterministic=True)
+    engine, short = (serving(engines, models["qwen3"], deterministic=True, max_model_len=n) for n in (128, 9))
     trainer.train_batch(make_batch([9, 4, 17, 2]), token_loss, num_counted)
     trainer.p2p_adapter_sync(engine)
+    assert trainer.p2p_adapter_sync(short).version == 1, "an engine of short sequences takes the adapter, too"
     for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, SAMPLED), strict=True):
         made = output.outputs[0]
         row = torch.tensor([[*prompt, *made.token_ids]])
@@ -206,11 +205,11 @@ def test_requests_in_flight_go_on_with_the_next_version_or_keep_theirs(
 
 
 @pytest.mark.nightly
-def test_as_many_versions_are_served_as_requests_need(
-    engines: list[Any], models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_as_many_versions_are_served_as_requests_need(engines: list[Any], models: dict[str, Path]) -> None:
     trainer, engine = with_adapters(engines, models["qwen2"]), serving(engines, models["qwen2"], max_model_len=2048)
-    assert_kept_versions(trainer, engine, tmp_path, learn, 2000)
+    trainer.add_adapter("wider", ADAPTERS["wide"], seed=1)
+    learn(trainer, "wider")
+    assert_kept_versions(trainer, engine, [*ADAPTERS, "wider"], 2000)
 
 
 def test_a_sync_that_fails_leaves_the_old_version_served_and_says_so(

@@ -113,28 +113,29 @@ def test_without_enable_lora_vllm_says_what_to_build(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_vllm_keeps_more_versions_than_one_batch_takes(tmp_path: Path) -> None:
+def test_vllm_serves_as_many_versions_as_requests_need(tmp_path: Path) -> None:
     path = build_model_dir(tmp_path / "qwen3", "qwen3", hidden=128)
     engine = RliteInferenceEngine(path, executor="vllm")
-    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    lora = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8}
     engine.build(data_parallel_size=1, max_model_len=1024, max_num_seqs=8, dtype="float32", **lora)
     trainer = RliteTrainEngine(on_meta(POLICIES["qwen3"], path))
     trainer.build(data_parallel_size=1, colocate_with=engine)
-    trainer.add_adapter("wide", ADAPTERS["wide"])
-    learn(trainer, "wide")
-    assert_kept_versions(trainer, engine, tmp_path, learn, 900)
+    for name in ("a", "b", "c", "d"):
+        trainer.add_adapter(name, ADAPTERS["wide"], seed=ord(name))
+        learn(trainer, name)
+    assert_kept_versions(trainer, engine, ["a", "b", "c", "d"], 900)
     trainer.release()
     engine.release()
 
 
-def lora_run(path: Path, folder: Path, lora: LoraOptions | None, **trainer: Any) -> PpoTrainer:
+def lora_run(path: Path, folder: Path, lora: LoraOptions | None, max_loras: int = 2, **trainer: Any) -> PpoTrainer:
     sampling = SamplingOptions(max_new_tokens=8)
     options = PpoConfig(
         actor=ActorOptions(model_name=str(path), lr=1e-2, lora=lora),
         train_data=PromptOptions(prompts_per_rollout=4, responses_per_prompt=2),
         rollout=RolloutOptions(
             executor="vllm",
-            executor_options={"enable_lora": True, "max_lora_rank": 8},
+            executor_options={"enable_lora": True, "max_lora_rank": 8, "max_loras": max_loras},
             train_sampling_params=sampling,
             max_model_len=64,
             max_num_seqs=8,
@@ -162,8 +163,10 @@ def test_a_run_with_vllm_sends_the_adapter_alone(tmp_path: Path) -> None:
 
 def test_a_run_whose_vllm_takes_adapters_alone_is_refused_if_it_needs_whole_weights(tmp_path: Path) -> None:
     path = build_model_dir(tmp_path / "qwen3", "qwen3", hidden=128)
-    with pytest.raises(ConfigError, match=r"with enable_lora vLLM wraps its layers; .* needs a policy that gets new"):
+    with pytest.raises(ConfigError, match=r"vLLM wraps its layers; .* needs a policy .*actor\.lora is not set"):
         lora_run(path, tmp_path / "run", None)
     with pytest.raises(ConfigError, match=r"trainer\.evaluate=snapshot: with enable_lora .*; use in_turns"):
         lora_run(path, tmp_path / "run", LoraOptions(rank=8), evaluate="snapshot")
+    with pytest.raises(ConfigError, match="max_loras=1, vLLM's default, lets the next version wait"):
+        lora_run(path, tmp_path / "run", LoraOptions(rank=8), max_loras=1)
     assert not (tmp_path / "run").exists()

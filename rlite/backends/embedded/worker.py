@@ -48,7 +48,7 @@ from rlite.runtime.parallel.host_memory import give_back_cached_memory
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import check_tensor_parallel
-from rlite.runtime.replicas.adapters import AdapterWeights
+from rlite.runtime.replicas.adapters import AdapterWeights, probe_ids
 from rlite.runtime.replicas.digests import Served, own_digests
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend
 from rlite.runtime.replicas.transport import Piece
@@ -336,7 +336,7 @@ class EmbeddedWorker:
             Whether it changes a logit.
         """
         adapter = self._weights.make_adapter(name, given, version)
-        ids = [7 * index % self.vocab_size for index in range(16)]
+        ids = probe_ids(self.vocab_size, self.max_model_len)
 
         def logits_with(chosen: ServedAdapter | None) -> Tensor:
             self._weights.use_adapters([chosen])

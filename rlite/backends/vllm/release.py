@@ -271,14 +271,17 @@ def lora_request(name: str, number: int, folder: str) -> Any:
 
 def adapter_obstacle(options: Mapping[str, Any]) -> str:
     """Return why an engine with these options serves no adapters; "" if it does."""
-    if options.get("enable_lora") or options.get("passed_on", {}).get("enable_lora"):
-        return ""
-    return "build it with enable_lora=True, and with max_lora_rank and max_loras (adapters of one batch)"
+    given = {**options, **options.get("passed_on", {})}
+    if not given.get("enable_lora"):
+        return "build it with enable_lora=True, and with max_lora_rank and max_loras (adapters of one batch)"
+    if given.get("max_loras", 1) < 2:
+        return "max_loras=1, vLLM's default, lets the next version wait for all requests of the last one; set 2 or more"
+    return ""
 
 
 def sync_obstacle(options: Mapping[str, Any]) -> str:
     """Return why an engine with these options takes no whole weights; "" if it does."""
-    has_lora = not adapter_obstacle(options)
+    has_lora = {**options, **options.get("passed_on", {})}.get("enable_lora")
     return "with enable_lora vLLM wraps its layers; sync the adapter (p2p_adapter_sync)" if has_lora else ""
 
 

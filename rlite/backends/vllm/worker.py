@@ -33,7 +33,7 @@ from rlite.runtime.cluster.host import WorkerContext
 from rlite.runtime.parallel.processes import subgroup
 from rlite.runtime.parallel.shards import ParameterShard
 from rlite.runtime.parallel.tensor import attention_shape
-from rlite.runtime.replicas.adapters import AdapterWeights, check_fit
+from rlite.runtime.replicas.adapters import AdapterWeights, check_fit, probe_ids
 from rlite.runtime.replicas.digests import Served
 from rlite.runtime.replicas.replica import Capabilities, InferenceBackend, check_lengths
 from rlite.runtime.replicas.transport import Piece
@@ -196,7 +196,7 @@ class VllmWorker:
         given.write(folder)
         can_compute = not self._is_resting and self._on_device.issuperset(PARTS)
         vocab_size = self._config.get_text_config().vocab_size
-        probe = [7 * index % vocab_size for index in range(16)] if can_compute else None
+        probe = probe_ids(vocab_size, self._process.max_model_len) if can_compute else None
         try:
             return self._call(Server.stage_adapter, name, version, self._num_adapters, str(folder), probe)
         except WorkerDied:

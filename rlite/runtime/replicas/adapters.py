@@ -115,6 +115,16 @@ class AdapterWeights:
         return cls(rank, alpha, pairs, str(base))
 
 
+def probe_ids(vocab_size: int, max_model_len: int) -> list[int]:
+    """Return the tokens of a prompt that shows whether an adapter changes a logit.
+
+    Args:
+        vocab_size: size of the vocabulary.
+        max_model_len: longest sequence of the engine; one token is left for an answer.
+    """
+    return [7 * index % vocab_size for index in range(min(16, max_model_len - 1))]
+
+
 def check_fit(adapter: AdapterWeights, what: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that an adapter fits the layers of a base model.
 

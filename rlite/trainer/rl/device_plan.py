@@ -74,8 +74,8 @@ def models_beside(options: PpoConfig, engines: Engines) -> list[tuple[RliteTrain
     return [(engine, own) for engine, own in found if engine is not None]
 
 
-def _sends_adapter(options: PpoConfig, actor: Any, can: Capabilities) -> bool:
-    """Return whether weight syncs send the actor's adapter alone.
+def _adapter_obstacle(options: PpoConfig, actor: Any, can: Capabilities) -> str:
+    """Return why weight syncs do not send the actor's adapter alone; "" if they do.
 
     Args:
         options: the run's config.
@@ -98,7 +98,7 @@ def _sends_adapter(options: PpoConfig, actor: Any, can: Capabilities) -> bool:
     if options.actor.deterministic and options.actor.lora is not None and found:
         told = "the adapter has to travel alone, for merged weights have other bits"
         raise ConfigError(f"actor.deterministic=true with actor.lora: {told}, and {found[0]}")
-    return not found
+    return next(iter(found), "")
 
 
 class DevicePlan:
@@ -134,10 +134,11 @@ class DevicePlan:
             reference = RliteTrainEngine(policy_module(options.ref_actor.as_model(actor).model_name))
         evaluation = None if trainer.evaluate == "in_turns" else self._inference_engine()
         trained = trained_engine(policy_module, actor, num_updates)
-        self._sends_adapter = _sends_adapter(options, trained.module, can)
+        whole = _adapter_obstacle(options, trained.module, can)
+        self._sends_adapter = not whole
         if obstacle := can.sync_obstacle(options.rollout.executor_options):
-            if not self._sends_adapter:
-                raise ConfigError(f"{told}: {obstacle}, and training needs a policy that gets new weights")
+            if whole:
+                raise ConfigError(f"{told}: {obstacle}. Training needs a policy that gets new weights, and {whole}")
             if trainer.evaluate != "in_turns":
                 raise ConfigError(f"{told}, trainer.evaluate={trainer.evaluate}: {obstacle}; use in_turns")
         self.routing = RoutingReplay.of(actor.routing_replay, trained.module, rollout)
