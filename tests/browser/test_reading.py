@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rlite.trainer.run.folder import lock
 from tests.recorded_run import Shape, write_chain, write_evaluation, write_run
 from tests.view_server import serving
 
@@ -103,6 +104,24 @@ def test_the_overview_says_what_the_run_is_and_keeps_what_a_reader_chooses(chrom
     page.wait_for_selector('[data-chart="Entropy"] .values tbody tr')
     assert page.locator('[data-chart="Entropy"] .values tbody tr').count() == 12
     page.context.close()
+
+
+def test_a_run_under_way_tells_what_remains_and_a_killed_one_that_it_crashed(chromium: Browser, tmp_path: Path) -> None:
+    lines = [{"step": step, "seconds": 5.0, "loss": 1.0 / step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start = {"kind": "start", "trainer": "sft", "command": "rlite sft", "total_steps": 11}
+    (tmp_path / "chain.jsonl").write_text(json.dumps(start) + "\n")
+    with serving([str(tmp_path)]) as url:
+        page = opened(chromium, url, "overview")
+        head = page.locator(".masthead")
+        told = head.inner_text()
+        assert "step 3 of 11" in told
+        assert page.locator(".state").inner_text() == "live"
+        assert "about 40.0 s, at 5.00 s a step" in told
+        lock(tmp_path).close()
+        page.locator(".state.crashed").wait_for()
+        assert "its process has ended without a word" in head.inner_text()
+        page.context.close()
 
 
 def test_rollouts_are_read_as_texts(chromium: Browser, url: str) -> None:
