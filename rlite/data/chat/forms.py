@@ -161,6 +161,8 @@ class MessageForms:
         return [self._fitted(message, f"{where}messages[{number}]") for number, message in enumerate(messages)]
 
     def _fitted(self, message: Message, where: str) -> Message:
+        if None in message.values():  # a template would write it as text; newer transformers leave it out, too
+            message = {key: value for key, value in message.items() if value is not None}
         content, calls = message.get("content"), message.get("tool_calls")
         if isinstance(content, list):
             content = self._content(message["role"], content, where)
@@ -249,9 +251,9 @@ class MessageForms:
 
     @cached_property
     def _needs_content(self) -> bool:
-        """True if the template fails on a call without a content, which transformers leaves out if it is null."""
+        """True if the template fails on a call without a content."""
         question, answer = self._calling(_TEXT if self._arguments == {"text"} else _OBJECT)
-        return self._rendered([question, {**answer, "content": None}]) is None
+        return self._rendered([question, {key: answer[key] for key in answer if key != "content"}]) is None
 
     @cached_property
     def _arguments(self) -> set[str]:

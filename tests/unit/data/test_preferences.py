@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from rlite.assembly.quickstart.run import CHATML, byte_tokenizer
 from rlite.data.packs import sequence_lengths
@@ -95,6 +96,10 @@ CALL = {
 CALLED = '<call>{"name": "f", "arguments": {"city": "Zürich"}}</call><|im_end|>'
 RESULT = {"role": "tool", "content": "4"}
 SAYING = {"role": "assistant", "content": "four"}
+ALIASES = pytest.mark.skipif(
+    not hasattr(chat_template_utils, "_alias_reasoning_fields"),
+    reason="older transformers show a template thoughts under their own key alone; the row is refused",
+)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ SAYING = {"role": "assistant", "content": "four"}
         ([{**CALL, "content": None}], CALLED, ""),
         ([{**CALL, "content": "let me"}], f"let me{CALLED}", ""),
         ([{**CALL, "reasoning_content": "hm"}], f"<think>hm</think>{CALLED}", ""),
-        ([{**SAYING, "thinking": "hm"}], "<think>hm</think>four<|im_end|>", ""),
+        pytest.param([{**SAYING, "thinking": "hm"}], "<think>hm</think>four<|im_end|>", "", marks=ALIASES),
         ([{"role": "assistant", "content": [{"type": "text", "text": "four"}]}], "four<|im_end|>", ""),
         ([CALL, RESULT, SAYING], f"{CALLED}four<|im_end|>", "tool\n4"),
     ],

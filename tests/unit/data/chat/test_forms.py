@@ -192,3 +192,10 @@ def test_arguments_that_are_no_json_object_are_named(arguments: str) -> None:
 def test_messages_in_the_right_form_are_not_copied() -> None:
     message = {"role": "user", "content": "q"}
     assert forms_of(CHATML).fitted([message])[0] is message
+
+
+def test_what_is_null_is_left_out_and_not_written_by_a_template() -> None:
+    call = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "UTC"}}}
+    message = {"role": "assistant", "content": None, "reasoning_content": None, "tool_calls": [call]}
+    [fitted] = forms_of("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}").fitted([message])
+    assert fitted.keys() == {"role", "tool_calls"}

@@ -73,7 +73,9 @@ def said(template: str, messages: list[dict[str, Any]], **options: Any) -> list[
     """Return the assistant's text by the masks, and check the tokens against the tokenizer's own."""
     made = tokenizer(template)
     (chat,) = ChatEncoder(made, **options).encode([messages], ["row 0"])
-    assert chat.input_ids.tolist() == made.apply_chat_template(messages, return_dict=False, **options)
+    # older transformers write null as text
+    shown = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    assert chat.input_ids.tolist() == made.apply_chat_template(shown, return_dict=False, **options)
     assert chat.mask().sum() == sum(end - start for start, end in chat.turns)
     return [made.decode(chat.input_ids[start:end]) for start, end in chat.turns]
 
