@@ -65,7 +65,7 @@ test-doors: $(DOORS:%=$(VENV)/.door-%-installed)  ## tests of environments with 
 
 # releases of the client of the Tinker API, the newest of which `make test` has, too
 TINKER = 0.25.0 0.30.0 0.34.0 0.38.0
-test-tinker: $(TINKER:%=$(VENV)/.tinker-%-installed)  ## the server of the Tinker API with real clients of several releases
+test-tinker: $(TINKER:%=$(VENV)/.tinker-%-installed) $(VENV)/.cookbook-installed  ## the server of the Tinker API with real clients of several releases, and recipes of its cookbook
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tinker
 
 # releases of transformers beside the pinned one: the oldest that rlite supports, and the newest
@@ -195,6 +195,10 @@ $(VENV)/.harness-installed: $(VENV)/.installed tests/harness/requirements.txt
 # for tests/tinker alone, which adds one of the folders to its path
 $(VENV)/.tinker-%-installed: $(VENV)/.installed tests/tinker/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/tinker/$* -r tests/tinker/requirements.txt tinker==$*
+	touch $@
+
+$(VENV)/.cookbook-installed: $(VENV)/.installed tests/tinker/cookbook.txt
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/tinker/cookbook -r tests/tinker/cookbook.txt
 	touch $@
 
 # for tests/doors alone, whose process finds the folder by PYTHONPATH

@@ -21,7 +21,7 @@ from rlite.errors import DataError
 from rlite.evaluation.statistics import wrong_score
 from rlite.viewer.metrics import RECENT, advisories, do_equal_rewards_teach_nothing
 from rlite.viewer.prompts import MAX_PROMPT, ending, items, prompts, read_prompts, shortened, text_of
-from rlite.viewer.run import ViewedRun, read_audit
+from rlite.viewer.run import ViewedRun, read_audit, read_tinker
 from rlite.viewer.tables import (
     PARTS,
     columns,
@@ -194,6 +194,10 @@ def answer(runs: Sequence[ViewedRun], name: str, query: Query) -> Any:
     return jsonable(QUESTIONS[name](runs[number], query))
 
 
+def _tinker(run: ViewedRun, query: Query) -> dict[str, Any]:
+    return read_tinker(run.folder)
+
+
 def _about(run: ViewedRun) -> dict[str, Any]:
     sources = {
         name: {"steps": steps_of(run, name), "rollouts": len(run.record.table(name)), "set": run.set_of(name)}
@@ -203,6 +207,7 @@ def _about(run: ViewedRun) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.folder),
         "last_step": run.metrics.last_step,
+        "is_tinker": run.is_tinker,
         "sources": sources,
         "records": run.can_record,
         "is_evaluation": bool(run.results.models),
@@ -403,7 +408,7 @@ def _source(run: ViewedRun, query: Query) -> str:
 
 
 _ANSWERS: list[Callable[[ViewedRun, Query], Any]] = [_overview, _series, _rows, _texts, _sample, _group, _search]
-_ANSWERS += [_items, _item, _config, _timeline, _ledger, _ledger_reasons, _ledger_rows]
+_ANSWERS += [_items, _item, _config, _timeline, _ledger, _ledger_reasons, _ledger_rows, _tinker]
 QUESTIONS = {own.__name__.lstrip("_"): own for own in _ANSWERS}
 """questions about one run"""
 OF_TRACE = ("timeline",)

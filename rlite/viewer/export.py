@@ -149,6 +149,8 @@ class Answers:
             for name in ("overview", "config", "timeline"):
                 self.ask(name, run=number)
             self.ask("items", run=number, text="")
+            if run["is_tinker"]:
+                self.ask("tinker", run=number)
             for name in run["metrics"]:
                 self.ask("series", run=number, names=name)
             for source in run["sources"]:

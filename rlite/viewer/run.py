@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Literal
 
 from rlite import files
-from rlite.errors import ConfigError
+from rlite.errors import ConfigError, DataError
 from rlite.runtime.owner import LOCK, read_owner
 from rlite.services.record.files import FOLDER as RECORD
 from rlite.services.record.files import read_gaps
@@ -42,6 +42,8 @@ MAX_RESULTS = 64 << 20
 """bytes of a file that are read; a longer one is no JSON"""
 
 
+TINKER = "tinker.json"
+"""state of a server of the Tinker API"""
 AUDIT = "audit.json"
 MAX_SHOWN = 200
 """contradictions of an audit that a page shows"""
@@ -57,6 +59,21 @@ def read_audit(folder: Path) -> dict[str, Any] | None:
         notes = [str(note)[:500] for note in content["not_checked"][:MAX_SHOWN]]
         return {"found": found[:MAX_SHOWN], "number": len(found), "checked": checked, "notes": notes}
     return None
+
+
+def read_tinker(folder: Path) -> dict[str, Any]:
+    """Return the state of a server of the Tinker API, as far as a page shows it.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with files.reading(folder / TINKER, folder) as file:
+            content = json.loads(file.read(MAX_RESULTS))
+        about = {name: content[name] for name in ("base", "samples", "num_models")}
+        return {**about, "models": content["models"][:MAX_SHOWN]}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(f"{TINKER}: cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 COMPARED = ("first", "second", "difference", "low", "high", "p_value")
@@ -161,9 +178,10 @@ class ViewedRun:
             for source in self.record.sources:
                 self.record.table(source)  # what is damaged is known from now on, and a page opens at once
             self.record.check_tokens()
-        stamps = map(files.stamp, (self.metrics.path, self.folder / RECORD))
+        stamps = map(files.stamp, (self.metrics.path, self.folder / RECORD, self.folder / TINKER))
         self.changed_at = max(changed for changed, _ in filter(None, (*stamps, (0, 0)))) / 1e9
         is_new = has_config or has_results or has_metrics or has_record or has_links or was_gone != self.is_gone
+        is_new |= self._is_new(TINKER)
         news: list[tuple[Change, bool]] = [("run", is_new), ("trace", self._is_new(TRACE))]
         return {kind for kind, is_new in news if is_new}
 
@@ -191,6 +209,11 @@ class ViewedRun:
     def state(self) -> str:
         """Finished, stopped or crashed; "" if the run may be under way."""
         return self.chain.state(self.metrics.last_step, self.total_steps, self.is_gone)
+
+    @property
+    def is_tinker(self) -> bool:
+        """True for the folder of a server of the Tinker API."""
+        return (self.folder / TINKER).exists()
 
     @property
     def can_record(self) -> bool:
@@ -253,7 +276,7 @@ def _no_run(path: Path) -> str:
         return f"{path}: no such folder; expected the folder of a run (trainer.save_dir)"
     if not path.is_dir():
         return f"{path}: expected the folder of a run, found a file; give its folder: {path.parent}"
-    if _has_samples(path) or any((path / name).exists() for name in (CONFIG, FILE, RECORD)):
+    if _has_samples(path) or any((path / name).exists() for name in (CONFIG, FILE, RECORD, TINKER)):
         return ""
     below = sorted(child.name for child in path.iterdir() if (child / CONFIG).exists() or (child / RECORD).is_dir())
     hint = f"runs below it: {', '.join(below[:5])}" if below else "give the folder that trainer.save_dir names"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,3 +143,20 @@ def test_a_file_names_the_answers_that_it_does_not_carry(chromium: Browser, tmp_
     assert "This file does not carry it" in card.inner_text()
     assert "No recorded rollout" not in card.inner_text()
     page.context.close()
+
+
+def test_the_page_of_a_tinker_server_shows_its_models_and_follows_them(chromium: Browser, tmp_path: Path) -> None:
+    model = {"model": "s1:train:0", "tenant": "ann", "rank": 4, "state": "in memory", "waiting": 2, "steps": 3}
+    points = [{"step": step, "loss_per_token": 1 / step, "grad_norm": 0.5} for step in (1, 2, 3)]
+    state = {"base": "tiny", "samples": 1, "num_models": 1, "models": [{**model, "problem": None, "points": points}]}
+    (tmp_path / "tinker.json").write_text(json.dumps(state))
+    with serving([str(tmp_path)]) as url:
+        page = chromium.page()
+        page.goto(f"{url}#/tinker")
+        page.get_by_text("tiny: 1 tenants, 2 requests wait, 1 samples under way").wait_for()
+        assert page.locator("tbody tr td").all_inner_texts()[:6] == ["ann", "s1:train:0", "4", "in memory", "2", "3"]
+        assert page.locator(".charts section h2").all_inner_texts() == ["Loss", "Gradient norm"]
+        state["models"][0] |= {"waiting": 0, "problem": "the loss is inf"}  # type: ignore[index]
+        (tmp_path / "tinker.json").write_text(json.dumps(state))
+        page.get_by_text("the loss is inf").wait_for()
+        page.context.close()

@@ -339,6 +339,11 @@ def test_saved_weights_expire_and_lists_say_so(served: Served, tmp_path: Path) -
             time.sleep(0.1)
         assert sorted(each.name for each in folder.iterdir()) == [".one.json", "one"]
         client.save_state("two").result()
+        told = json.loads((tmp_path / "tinker.json").read_bytes())
+        assert told["base"] == served.config.model
+        (model,) = told["models"]
+        assert (model["model"], model["tenant"], model["steps"]) == (client.model_id, "ann", 1)
+        assert model["points"][0]["loss_per_token"] > 0
 
 
 def test_rest_client_lists_copies_and_deletes(served: Served, tmp_path: Path) -> None:

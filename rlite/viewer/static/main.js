@@ -10,6 +10,7 @@ import * as overview from "viewer/overview";
 import * as rollouts from "viewer/rollouts";
 import * as sample from "viewer/sample";
 import * as timeline from "viewer/timeline";
+import * as tinker from "viewer/tinker";
 
 // The pages, in the order of their keys. A page is a line here and a module NAME.js in this folder with
 //
@@ -27,6 +28,7 @@ const PAGES = {
   compare: { title: "Compare", render: compare.render },
   timeline: { title: "Timeline", render: timeline.render },
   ledger: { title: "Ledger", render: ledger.render },
+  tinker: { title: "Tinker", render: tinker.render, isShown: (runs) => runs.some((run) => run.is_tinker) },
 };
 const LOOK_EVERY_MS = 5000; // at the clock
 const KEYS = [

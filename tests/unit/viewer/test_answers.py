@@ -439,3 +439,14 @@ def test_results_that_cannot_be_read_are_a_problem(tmp_path: Path, text: str) ->
     runs = open_runs([str(tmp_path)])
     assert runs[0].problems[0].startswith("results.json: cannot be read")
     assert ask(runs, "overview")["results"] is None
+
+
+def test_the_state_of_a_tinker_server_is_told_or_why_it_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "tinker.json").write_text('{"base": "b", "samples": 0, "num_models": 0, "models": [], "further": 1}')
+    found = open_runs([str(tmp_path)])
+    assert ask(found, "runs")[0]["is_tinker"]
+    assert ask(found, "tinker") == {"base": "b", "samples": 0, "num_models": 0, "models": []}
+    for broken in ("[]", "{", '{"models": 3}', "[" * 100_000):
+        (tmp_path / "tinker.json").write_text(broken)
+        with pytest.raises(DataError, match="cannot be read"):
+            ask(found, "tinker")
