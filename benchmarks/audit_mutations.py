@@ -29,13 +29,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-from rlite.assembly.proof.audit import audit
+from rlite.assembly.proof.audit import HASHES, audit, check_chain
+from rlite.assembly.proof.bundle import open_source
 from rlite.assembly.proof.comparison import checkpoint_tensors
-from rlite.assembly.proof.options import AuditConfig
+from rlite.assembly.proof.options import AuditConfig, ReplayConfig
+from rlite.assembly.proof.report import Finding, Report
 from rlite.assembly.quickstart.run import build_tiny_qwen3
 from rlite.errors import CheckpointError
 from rlite.runtime.storage.atomic import FACTS, MANIFEST, hash_files
 from rlite.services.record.chain import ChainWriter, read_chain
+from rlite.trainer.run.folder import CHAIN
 
 EXEMPT = ("seconds", "tokens_per_second", "memory", "mfu", "sync_", "rollout/num", "lag_steps", "usage", "step")
 """metrics that nothing else implies"""
@@ -234,7 +237,6 @@ class Mutation:
 def make_consistent(run: Path) -> None:
     """Write manifests and the chain of a changed run anew."""
     chain = read_chain(run)
-    assert chain is not None
     for path in (run / "state").glob("step-*"):
         names = [file.name for file in path.iterdir() if file.name != MANIFEST]
         assert FACTS in names
@@ -248,12 +250,20 @@ def make_consistent(run: Path) -> None:
 
 
 def is_found(run: Path) -> str:
-    """Return the first place that an audit names; "" if it finds nothing."""
-    for how in ("none", "checkpoints"):
-        found = audit(AuditConfig(run=str(run), replay=how)).found
+    """Return the first place that an audit names; "" if it finds nothing. Its parts are made one after another."""
+    for how in (None, "none", "checkpoints"):
+        found = hashes_of(run) if how is None else audit(AuditConfig(run=str(run), replay=how)).found
         if found:
             return f"{found[0].place}: {found[0].problem}"
     return ""
+
+
+def hashes_of(run: Path) -> list[Finding]:
+    """Return what the first part of an audit finds."""
+    report = Report()
+    with open_source(ReplayConfig(run=str(run), any_versions=True)) as source, report.checking(HASHES, CHAIN):
+        check_chain(source, report)
+    return report.found
 
 
 def main() -> None:

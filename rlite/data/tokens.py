@@ -77,6 +77,19 @@ class TokenRows:
         """Ids of the tokens with which rows end."""
         return frozenset(np.unique(self.input_ids[self.starts[1:] - 1]).tolist())
 
+    def loader(self, batch_size: int, seed: int, n_epochs: int, num_batches: int | None) -> BatchLoader | StreamLoader:
+        """Return a loader of shuffled batches.
+
+        Args:
+            batch_size: items in a batch.
+            seed: seed of the order.
+            n_epochs: epochs of a whole table.
+            num_batches: batches of a streamed table.
+        """
+        if self.stream is None:
+            return BatchLoader(self, batch_size, seed, n_epochs)
+        return StreamLoader(self.stream, batch_size, seed, num_batches or 0)
+
     def items(self) -> list[TokenRows | None]:
         """Return each row of the table as token rows of its own, which share no memory; None for a dropped row."""
         found: list[TokenRows | None] = [None] * self.tally.num_read

@@ -121,7 +121,7 @@ class RliteTrainEngine(LearningEngine):
         Returns:
             Values [N, L, ...], padded with 0.
         """
-        shares = self._split("forward", batch, post_hook, max_tokens_per_microbatch)
+        shares = self.shares("forward", batch, post_hook, max_tokens_per_microbatch)
         calls = [(share, post_hook, without_adapters, *self._named(adapter)) for share in shares]
         results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
@@ -182,7 +182,7 @@ class RliteTrainEngine(LearningEngine):
             self.base_id = ""
 
     def _atomic(self, method: Any, batch: Mapping[str, Tensor], *functions: Any) -> dict[str, Any]:
-        shares = self._split(method.__name__, batch, functions[0])
+        shares = self.shares(method.__name__, batch, functions[0])
         given = (*functions[:-1], *self._named(functions[-1]))
         results = self._ask_each(method, [(share, *given) for share in shares])
         stats = dict(results[0])
@@ -194,9 +194,20 @@ class RliteTrainEngine(LearningEngine):
             stats["shared_tokens"] = num_shared / num_tokens
         return {**stats, "num_microbatches": float(len(shares[0].microbatches)), "num_tokens": num_tokens}
 
-    def _split(
+    def shares(
         self, what: str, batch: Mapping[str, Tensor], function: Callable[..., Any], max_tokens: int | None = None
     ) -> list[BatchShare]:
+        """Return the rows and microbatches of each data rank.
+
+        Args:
+            what: name of the call, for errors.
+            batch: the batch.
+            function: the loss, or what a forward pass computes.
+            max_tokens: tokens of a microbatch on one device; default: that of `build`.
+
+        Raises:
+            ResidencyError: weights are not on the device.
+        """
         self._need_weights(what)
         is_narrow = isinstance(function, OnLogprobs) or self.module.has_narrow_outputs
         capacity = (max_tokens or self.options.max_tokens_per_microbatch) * self.dims.pack_factor

@@ -109,17 +109,20 @@ class PpoTrainer(TrainerLoop):
         Returns:
             The batch as it was trained on.
         """
-        batch = self.logprobs.with_reference(batch)
-        if self.critic is not None:
-            batch = self.critic.with_values(batch)
-        batch = self.logprobs.with_old(batch)
-        batch = self.with_advantages(batch)
+        batch = self.prepare(batch)
         if self.critic is not None:
             self.critic.update(batch)
         batch = self.update(batch)
         self.sync()
         self._keep_state()
         return batch
+
+    def prepare(self, batch: TensorDict) -> TensorDict:
+        """Return a batch with all keys that the losses read."""
+        batch = self.logprobs.with_reference(batch)
+        if self.critic is not None:
+            batch = self.critic.with_values(batch)
+        return self.with_advantages(self.logprobs.with_old(batch))
 
     def with_advantages(self, batch: TensorDict) -> TensorDict:
         """Return a batch with `advantages` [N, L], and with `returns` [N, L] for a critic."""

@@ -15,7 +15,7 @@ import rlite
 from rlite.assembly import supervised as assembly
 from rlite.data.readers.formats import RowKind
 from rlite.data.sft import preference_rows
-from rlite.data.tokens import BatchLoader, StreamLoader, TokenRows
+from rlite.data.tokens import TokenRows
 from rlite.errors import ConfigError, EvaluationInterrupted
 from rlite.help import UNNAMED
 from rlite.observability import stats_tracker
@@ -74,12 +74,8 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
         self.test_sets = test_rows if isinstance(test_rows, Mapping) else {UNNAMED: test_rows} if test_rows else {}
         self.model: ModelOptions = getattr(options, self.key)
         self.loss = self.make_loss()
-        trainer, batch_size = options.trainer, options.data.batch_size
-        self.loader: BatchLoader | StreamLoader
-        if rows.stream is None:
-            self.loader = BatchLoader(rows, batch_size, trainer.seed, trainer.n_epochs)
-        else:
-            self.loader = StreamLoader(rows.stream, batch_size, trainer.seed, trainer.total_steps or 0)
+        trainer = options.trainer
+        self.loader = rows.loader(options.data.batch_size, trainer.seed, trainer.n_epochs, trainer.total_steps)
         self.engine = trained_engine(type(self).module, self.model, self.loader.num_batches)
         module: Any = self.engine.module
         module.further_end_ids = self._new_end_ids

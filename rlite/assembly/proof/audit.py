@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ from rlite import config, files
 from rlite.algorithms import Mean, TokenLogprobs, is_selective, next_token
 from rlite.assembly.proof.bundle import open_source
 from rlite.assembly.proof.chained import device_facts, versions
-from rlite.assembly.proof.comparison import compare_numbers, compare_rows
+from rlite.assembly.proof.comparison import compare_rows
 from rlite.assembly.proof.options import AuditConfig, ReplayConfig
 from rlite.assembly.proof.replay import replay, replaying
 from rlite.assembly.proof.report import REPLAYED, Report
 from rlite.assembly.proof.rewards import RewardChecks
-from rlite.assembly.proof.rollouts import IN_BATCH, LEDGER, RolloutChecks, Row, SequenceChecks, place_of
+from rlite.assembly.proof.rollouts import IN_BATCH, LEDGER, RolloutChecks, Row, place_of
 from rlite.assembly.proof.source import Source
 from rlite.assembly.proof.trainers import RecordedWorkflow, RunOfTrainer, columns_of
 from rlite.assembly.rl import PartsMaker
@@ -96,10 +97,11 @@ def audit(options: AuditConfig) -> Report:
         report = Report(notes=[*source.notes])
         with report.checking(HASHES, CHAIN):
             check_chain(source, report)
-        sequences = SequenceChecks(report, texts_of(source, report), source.vocabulary)
+        rollouts = RolloutChecks(report, texts_of(source, report), source.vocabulary)
         if source.run.is_rl:
-            RlAudit(source, report, given, sequences).check()
-        check_evaluations(source, report, sequences)
+            RlAudit(source, report, options.code, rollouts).check()
+        check_lines(source, report)
+        check_evaluations(source, report, rollouts)
         for name, text in source.reader.problems.items():
             report.expect(False, FILES, f"record/{name}", text)
         if options.replay == "checkpoints":
@@ -125,7 +127,7 @@ def check_chain(source: Source, report: Report) -> None:
         with report.checking(HASHES, f"state/{path.name}"):
             verify(path)
             report.checked[HASHES] += 1
-    if chain is None:
+    if chain.is_empty:
         report.note("the run has no chain.jsonl: an earlier version of rlite made it, or the chain was removed")
         return
     for text in chain.breaks:
@@ -154,27 +156,36 @@ def check_chain(source: Source, report: Report) -> None:
                 report.note(f"{kind} {name}: {'not there' if now is None else 'changed'} since the run began")
 
 
+def check_lines(source: Source, report: Report) -> None:
+    """Check that metrics.jsonl has a readable line for each step from its first one on."""
+    steps, last = sorted(step for step in source.metrics if step > 0), source.chain.last
+    if steps and source.chain.has_ended and "error" not in last:
+        steps.append(last.get("step", 0) + 1)
+    for before, after in pairwise(steps):
+        told = f"it has no line of the steps {before + 1} to {after - 1} that can be read"
+        report.expect(after <= before + 1, "lines of metrics", METRICS, told)
+
+
 class RlAudit:
     """The checks of a run that learns from rollouts.
 
     Args:
         source: the run.
         report: takes contradictions.
-        options: options of the replays.
-        sequences: checks sequences of tokens.
+        code: the user's file.
+        rollouts: checks the record.
     """
 
-    def __init__(self, source: Source, report: Report, options: ReplayConfig, sequences: SequenceChecks) -> None:
-        self._source, self._report, self._code, self._sequences = source, report, options.code, sequences
-        self._rewards = None if options.code is None else RewardChecks(source, options.code, report)
-        self._rows = RolloutChecks(report)
+    def __init__(self, source: Source, report: Report, code: str | None, rollouts: RolloutChecks) -> None:
+        self._source, self._report, self._code, self._rollouts = source, report, code, rollouts
+        self._rewards = None if code is None else RewardChecks(source, code, report)
         self._options: dict[RunOfTrainer, PpoConfig] = {}
 
     def _maker(self, step: int) -> PartsMaker:
         """Return what makes the parts of a trainer with the options of a step, and the coefficients that it had."""
         run = self._source.run_at(step)
         if run not in self._options:
-            self._options[run] = run.options(self._source.folder, self._code, False)
+            self._options[run] = run.options(self._source.folder, self._code)
         options, line = self._options[run], self._source.metrics.get(step, {})
         return PartsMaker(options.with_coefficients(coefficients_at(options, step, line)))
 
@@ -193,58 +204,61 @@ class RlAudit:
             rows = reader.rollouts(TRAIN, step)
             if logged and step > logged[-1] and not any(row["status"] in IN_BATCH for row in rows):
                 continue  # what was under way when the run ended
-            options = self._maker(step).options
+            try:
+                options = self._maker(step).options
+            except ConfigError as error:
+                report.note(f"rollouts, advantages and losses are not checked: {error}")
+                return
             with report.checking(FILES, f"record, step {step}"):
                 bound = int(source.run_at(step).saved["rollout"].get("max_head_offpolicyness") or 0)
-                self._rows.rows(step, rows, options, bound)
+                self._rollouts.rows(step, rows, options, bound)
                 self._tokens(step, rows)
                 self._step(step, rows, is_in_turns=not bound)
         written = max([*steps_of(source.folder / "state"), *(step - MAX_PENDING for step in logged[-1:])], default=0)
         for step in [step for step in logged if step not in steps and not any(step in gap for gap in gaps)]:
-            if step <= written or (source.chain is not None and source.chain.has_ended):
+            if step <= written or source.chain.has_ended:
                 report.expect(False, FILES, "record", f"there are no rollouts of step {step}")
             else:
                 report.note(f"step {step} is not recorded: the run was killed, and has not been resumed")
 
     def _tokens(self, step: int, rows: Sequence[Row]) -> None:
-        reader = self._source.reader
         sequences: dict[tuple[int, int], list[dict[str, Any]]] = {}
-        others = {_key(row): row.get("others") for row in reader.batch_rows(step)}
-        for sequence in reader.tokens(TRAIN, step):
-            sequence["others"] = others.get(_key(sequence))
+        for sequence in self._source.reader.batch_rows(step):
             sequences.setdefault((sequence["group"], sequence["sample"]), []).append(sequence)
         by_place = {(row["group"], row["sample"]): row for row in rows}
         for place, own in sequences.items():
             told = "the record has tokens of a rollout that has no row"
             self._report.expect(place in by_place, LEDGER, f"record, step {step}, group {place[0]}", told)
             if place in by_place:
-                self._sequences.tokens(by_place[place], own)
+                self._rollouts.tokens(by_place[place], own)
         if self._rewards is not None:
             self._rewards.check(sequences, by_place)
 
     def _step(self, step: int, rows: Sequence[Row], is_in_turns: bool) -> None:
         """Compute the advantages, losses and metrics of a step again from its tokens."""
-        source, line = self._source, self._source.metrics.get(step)
+        source, report, line = self._source, self._report, self._source.metrics.get(step)
+        place = f"{METRICS}, step {step}"
         trained = [row["reward"] for row in rows if row["status"] in IN_BATCH and row["reward"] is not None]
         if line is not None and trained:
-            self._metrics(step, line, {"reward_trained": math.fsum(trained) / len(trained)})
-            if is_in_turns or source.is_complete(step):
-                self._metrics(step, line, metrics_of_rows(rows))
+            again = {"reward_trained": math.fsum(trained) / len(trained)}
+            again |= metrics_of_rows(rows) if is_in_turns or source.is_complete(step) else {}
+            report.compare_numbers(line, again, OF_ROLLOUTS, place)
         try:
             batch = source.recorded(step)
         except DamagedBatch as error:
-            self._report.expect(False, FILES, f"record, step {step}", str(error))
+            report.expect(False, FILES, f"record, step {step}", str(error))
             return
         except DataError as error:
-            self._report.note(f"advantages and losses of some steps are not computed again: {error}")
+            report.note(f"advantages and losses of some steps are not computed again: {error}")
             return
         if line is not None and all(row["status"] in IN_BATCH for row in rows):
             made = batch.given["versions"]
             oldest = made.masked_fill(made < 0, step - 1).amin(1).clamp(max=step - 1)
-            self._metrics(step, line, {"rollout/staleness": (step - 1 - oldest).double().mean().item()})
+            again = {"rollout/staleness": (step - 1 - oldest).double().mean().item()}
+            report.compare_numbers(line, again, OF_ROLLOUTS, place)
         self._advantages(step, batch)
         if line is not None:
-            self._losses(step, line, batch)
+            report.compare_numbers(line, self._losses(step, batch), LOSSES, place)
 
     def _advantages(self, step: int, batch: RecordedBatch) -> None:
         maker, place = self._maker(step), f"record, step {step}"
@@ -261,42 +275,30 @@ class RlAudit:
         for name in [name for name in ("advantages", "returns") if name in batch.made and name in again]:
             self._report.compare(compare_rows(name, batch.made[name], again[name]), ADVANTAGES, place)
 
-    def _losses(self, step: int, line: Mapping[str, float], batch: RecordedBatch) -> None:
-        """Compute the loss of one update again from recorded log-probabilities."""
+    def _losses(self, step: int, batch: RecordedBatch) -> dict[str, float]:
+        """Return the loss of one update and its metrics, from recorded log-probabilities."""
         own, made, loss = self._maker(step).options, batch.made, self._maker(step).policy_loss()
         logprobs = made.get("trained_logprobs", made["trainer_logprobs"])
         is_unknown = bool(made["entropy"].isnan().any() or logprobs.isnan().any())
         is_one = own.actor.update_per_rollout == 1 and step > own.actor.freeze_steps
         if not is_one or is_unknown or is_selective(loss.configured) or own.distill.teacher:
             self._report.note("losses of several updates, of teachers or that select tokens are replayed alone")
-            return
-        if loss.kl_coef and ("kept_counts" in batch.given or _is_unknown(own.kl, line)):
+            return {}
+        if loss.kl_coef and ("kept_counts" in batch.given or _is_unknown(own.kl, self._source.metrics[step])):
             self._report.note("losses with a KL over more than the kept ids, or an adaptive weight, are replayed alone")
-            return
+            return {}
         columns = {key: value for key, value in made.items() if key in ("old_logprobs", "ref_logprobs")}
         joined = with_keys(batch.given, advantages=made["advantages"], **columns)
         data = lazy_pack(columns_of(joined), range(len(batch.given)), torch.device("cpu"))
         mask = batch.given["attention_mask"]
         packed = [next_token(value[mask], data["cu_seqlens"]) for value in (logprobs, made["entropy"])]
         value, metrics = loss(TokenLogprobs(*packed), data)
-        means = {key: each.item() for key, each in metrics.items() if isinstance(each, Mean)}
-        self._metrics(step, line, {"loss": value.item(), **means}, LOSSES)
-
-    def _metrics(
-        self, step: int, line: Mapping[str, float], again: Mapping[str, float], check: str = OF_ROLLOUTS
-    ) -> None:
-        for name in [name for name in again if name in line]:
-            compared = compare_numbers(name, line[name], again[name])
-            self._report.compare(compared, check, f"{METRICS}, step {step}")
+        return {"loss": value.item()} | {key: each.item() for key, each in metrics.items() if isinstance(each, Mean)}
 
 
 def _is_unknown(kl: KlOptions, line: Mapping[str, float]) -> bool:
     """Return whether the weight of the KL in a step is not known: it was adapted, and the step was not logged."""
     return kl.adaptive_target is not None and "kl_coef" not in line
-
-
-def _key(sequence: Row) -> tuple[int, int, int]:
-    return sequence["group"], sequence["sample"], sequence["sequence"]
 
 
 def metrics_of_rows(rows: Sequence[Row]) -> dict[str, float]:
@@ -334,13 +336,13 @@ def texts_of(source: Source, report: Report) -> TokenTexts | None:
         return None
 
 
-def check_evaluations(source: Source, report: Report, sequences: SequenceChecks) -> None:
+def check_evaluations(source: Source, report: Report, rollouts: RolloutChecks) -> None:
     """Compute the metrics of evaluations again from their rows, with their standard errors.
 
     Args:
         source: the run.
         report: takes contradictions.
-        sequences: checks sequences of tokens.
+        rollouts: checks the record.
     """
     reader, is_recent = source.reader, _is_recent(source)
     for name in [name for name in reader.sources if name != TRAIN]:
@@ -350,17 +352,16 @@ def check_evaluations(source: Source, report: Report, sequences: SequenceChecks)
             with report.checking(EVALUATIONS, f"record, {place}"):
                 rows = reader.rollouts(name, step)
                 for row in rows:
-                    sequences.tokens(row, reader.tokens(name, step, (row["group"], row["sample"])))
+                    rollouts.tokens(row, reader.tokens(name, step, (row["group"], row["sample"])))
                     is_one = {row["version_min"], row["version_max"]} <= {None, step}
                     told = f"tokens of other policy versions than {step}"
                     report.expect(is_one, EVALUATIONS, f"{own}: {place_of(row)}", told)
                 samples = [Sample.of_row({**row, "item": str(row["group"])}) for row in rows]
                 found = prefixed("" if own == "test" else own, summary(samples, _samples_of(source, own)))
-                for key in [key for key in found if key in line]:
-                    if "standard_error" in key and not is_recent:
-                        report.note("standard errors are not compared: an earlier version of rlite had other ones")
-                    else:
-                        report.compare(compare_numbers(key, line[key], found[key]), EVALUATIONS, f"{METRICS}, {place}")
+                if not is_recent:
+                    report.note("standard errors are not compared: an earlier version of rlite had other ones")
+                    found = {key: value for key, value in found.items() if "standard_error" not in key}
+                report.compare_numbers(line, found, EVALUATIONS, f"{METRICS}, {place}")
 
 
 def _samples_of(source: Source, name: str) -> int:
@@ -373,14 +374,13 @@ def _samples_of(source: Source, name: str) -> int:
 def _is_recent(source: Source) -> bool:
     """Return whether this version of rlite, or a later one, has made the run: it has a chain, or records batches."""
     rows = (row for step in source.metrics for row in source.reader.batch_rows(step))
-    return source.chain is not None or any(row["row"] is not None for row in rows)
+    return not source.chain.is_empty or any(row["row"] is not None for row in rows)
 
 
-def is_same_machine(chain: Folded | None) -> bool:
+def is_same_machine(chain: Folded) -> bool:
     """Return whether a run was made with the same versions and the same kind of processor, so that bits are equal."""
     facts = {"versions": versions(), **device_facts()}
-    begins = [] if chain is None else chain.begins
-    there = [{**(link.get("devices") or {}), "versions": link.get("versions")} for link in begins]
+    there = [{**(link.get("devices") or {}), "versions": link.get("versions")} for link in chain.begins]
     return bool(there) and all({**own, **facts} == own for own in there)
 
 

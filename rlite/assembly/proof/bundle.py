@@ -33,7 +33,7 @@ from rlite.assembly.proof.chained import versions
 from rlite.assembly.proof.options import ReplayConfig
 from rlite.assembly.proof.privacy import public
 from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, BundleFacts, Source
-from rlite.assembly.proof.trainers import columns_of
+from rlite.assembly.proof.trainers import check_teachers, columns_of
 from rlite.errors import ConfigError, DataError, writing
 from rlite.nn.pretrained import load_config, local_checkpoint
 from rlite.runtime.storage.atomic import MANIFEST
@@ -78,7 +78,9 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
             f"step {step}: the run went on with other options after step {spans[0][1]}, of which there is no checkpoint"
         )
     run, steps = source.run_at(step), range(spans[0][0], step + 1)
-    own = run.options(source.folder, options.code, False)
+    own = run.options(source.folder, options.code)
+    check_teachers(own)
+    total = source.total_steps(own, step)
     tree = public(run.saved, options.with_data)
     checkpoints = [each for each in (source.checkpoint_before(step), source.checkpoint(step)) if each is not None]
     partial = path.with_name(f".{path.name}.partial")
@@ -104,7 +106,7 @@ def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -
                 format=1,
                 step=step,
                 versions=versions(),
-                total_steps=source.total_steps(own),
+                total_steps=total,
                 complete={number: source.is_complete(number) for number in steps},
                 has_weights=options.with_weights,
                 hashes=hash_files(_named(source.folder, steps, checkpoints)),
@@ -162,7 +164,7 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
     path = Path(options.run).expanduser()
     if path.is_dir():
         source = Source(path, options)
-        if source.chain is None:
+        if source.chain.is_empty:
             source.notes.append("the versions that made the run are not known: it has no chain.jsonl")
         else:
             there = source.chain.begins[-1].get("versions") if source.chain.begins else None

@@ -121,7 +121,7 @@ def compare_numbers(name: str, kept: float, again: float) -> Comparison:
 
 
 def compare_metrics(
-    logged: Mapping[str, float], again: Mapping[str, float], is_own_layout: bool, is_complete: bool
+    logged: Mapping[str, float], again: Mapping[str, float], is_own_layout: bool, is_complete: bool, is_exact: bool
 ) -> list[Comparison]:
     """Return how the metrics of a step compare that do not depend on the machine.
 
@@ -130,11 +130,12 @@ def compare_metrics(
         again: the metrics that were computed again.
         is_own_layout: the devices are divided as they were.
         is_complete: everything that was generated was trained on; else the means of rollouts cover more.
+        is_exact: the same versions made the step, so that a metric that is not logged is missing.
     """
     layouts, rollouts = () if is_own_layout else OF_LAYOUTS, () if is_complete else (*OF_GENERATION, *OF_ROLLOUTS)
     left_out = (*OF_MACHINES, *layouts, *rollouts)
-    names = [name for name in again if name in logged and not name.startswith(left_out)]
-    return [compare_numbers(name, logged[name], again[name]) for name in sorted(names)]
+    names = [name for name in again if (is_exact or name in logged) and not name.startswith(left_out)]
+    return [compare_numbers(name, logged.get(name, math.nan), again[name]) for name in sorted(names)]
 
 
 def checkpoint_tensors(path: Path) -> dict[str, Tensor]:

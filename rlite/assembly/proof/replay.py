@@ -29,9 +29,8 @@ from rlite.assembly.proof.comparison import Comparison, compare_checkpoints, com
 from rlite.assembly.proof.options import ReplayConfig
 from rlite.assembly.proof.report import Report
 from rlite.assembly.proof.source import Source
-from rlite.assembly.proof.trainers import RecordedSteps, beside, columns_of
-from rlite.data.packs import sequence_lengths, split_batch
-from rlite.engine.train import RliteTrainEngine
+from rlite.assembly.proof.trainers import RecordedSteps, beside
+from rlite.data.packs import sequence_lengths
 from rlite.errors import ConfigError, DataError
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.rl.objective import OwnLogprobs
@@ -94,8 +93,7 @@ def replaying(source: Source, step: int, options: ReplayConfig, report: Report) 
             run = source.run_at(first)
             own = run.options(Path(scratch) / "run", options.code, options.layout == "own")
             with session_of(own):
-                if last > (total := source.total_steps(own)):
-                    raise ConfigError(f"step {last}: the run has {total} steps")
+                total = source.total_steps(own, last)
                 trainer = RecordedSteps(run, own, total, source.batch(first, own), source.metrics)
                 trainer.begin()
                 if checkpoint is not None:
@@ -127,10 +125,12 @@ def replay(source: Source, trainer: RecordedSteps, last: int, options: ReplayCon
         if (logged := source.metrics.get(step)) is None:
             report.note(f"step {step}: metrics.jsonl has no line of it, so its metrics are not compared")
         else:
-            compared = compare_metrics(logged, metrics, is_own, source.is_complete(step))
+            compared = compare_metrics(logged, metrics, is_own, source.is_complete(step), report.is_exact)
             report.replayed(step, f"metrics.jsonl, step {step}", compared)
         if source.checkpoint(step) is not None:
             report.replayed(step, f"state/step-{step}", _compare_weights(source, trainer, step))
+    for name, problem in source.reader.problems.items():
+        report.note(f"record/{name} {problem}")
     if source.checkpoint(last) is None:
         report.note(f"there is no checkpoint after step {last}, so its weights are not compared")
 
@@ -196,7 +196,7 @@ def show_rows(
     for earlier in range(trainer.trainer.run.step + 1, step):
         trainer.step(source.batch(earlier, trainer.options))
     engine = trainer.engines[""]
-    batch = trainer.before_update(source.batch(step, trainer.options))
+    batch = trainer.trainer.prepare(source.batch(step, trainer.options))
     loss = trainer.trainer.loss
     if options.group is not None:
         key = next((name for name in ("group_ids", "pair_ids") if name in batch), None)
@@ -204,7 +204,8 @@ def show_rows(
         rows = (numbers == options.group).nonzero()[:, 0]
         what, known = f"group {options.group}", sorted(set(numbers.tolist()))
     else:
-        microbatches = _microbatches(engine, batch)
+        shares = engine.shares("replay", batch, loss)
+        microbatches = [[share.rows[row] for row in rows] for share in shares for rows in share.microbatches]
         known = list(range(len(microbatches)))
         number = options.microbatch or 0
         rows = torch.tensor(microbatches[number] if number in known else [], dtype=torch.int64)
@@ -213,21 +214,14 @@ def show_rows(
         raise ConfigError(f"step {step} has no {what}; it has {', '.join(map(str, known[:20]))}")
     part = batch[rows]
     stats = engine.eval_batch(part, loss, loss.weight)
-    console.report(f"step {step}, {what}: before the update", {name: f"{value:.6g}" for name, value in stats.items()})
+    shown = {name: f"{value:.6g}" for name, value in stats.items() if not isinstance(value, Tensor)}
+    console.report(f"step {step}, {what}: before the update", shown)
     if not isinstance(loss, OnLogprobs):  # scores of whole rows
         return
     logprobs = engine.forward(part, OwnLogprobs(temperature=loss.temperature))
     for number, length in enumerate(sequence_lengths(part)):
         lines = [_token(part, logprobs, number, place) for place in range(length) if part["loss_mask"][number, place]]
         console.report(f"row {int(rows[number])}: token, log-probability, engine's, advantage", lines)
-
-
-def _microbatches(engine: RliteTrainEngine, batch: TensorDict) -> list[list[int]]:
-    """Return the rows of each microbatch in which an engine computes a batch."""
-    capacity = engine.options.max_tokens_per_microbatch * engine.dims.pack_factor
-    how: Any = {"method": engine.options.packing_method, "may_share": lambda: engine.prefix_obstacle() is None}
-    shares = split_batch("replay", columns_of(batch), engine.num_data_ranks, capacity, **how)
-    return [[share.rows[row] for row in rows] for share in shares for rows in share.microbatches]
 
 
 def _token(batch: TensorDict, logprobs: Tensor, row: int, place: int) -> tuple[str, str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlite import files
-from rlite.assembly.proof.comparison import Comparison, worst_of
+from rlite.assembly.proof.comparison import Comparison, compare_numbers, worst_of
 from rlite.errors import RliteError, writing
 from rlite.services.record.batches import DAMAGED
 
@@ -83,6 +83,18 @@ class Report:
         """
         holds = comparison.is_equal if is_exact else comparison.is_near
         self.expect(holds, check, place, f"{comparison.name}: {comparison}")
+
+    def compare_numbers(self, kept: Mapping[str, float], again: Mapping[str, float], check: str, place: str) -> None:
+        """Compare the numbers that were computed again with those of the same names that the run has kept.
+
+        Args:
+            kept: what the run has kept.
+            again: what was computed again.
+            check: what is checked, in words.
+            place: where the kept numbers stand.
+        """
+        for name in [name for name in again if name in kept]:
+            self.compare(compare_numbers(name, kept[name], again[name]), check, place)
 
     def replayed(self, step: int, place: str, comparisons: Iterable[Comparison]) -> None:
         """Take quantities of a step that was made again.

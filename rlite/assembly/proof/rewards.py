@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlite.assembly.proof.report import Report
 from rlite.assembly.proof.rollouts import place_of
 from rlite.assembly.proof.source import Source
+from rlite.assembly.proof.trainers import check_rewards
 from rlite.assembly.rl import read_prompts
 from rlite.assembly.workflows import RunWorkflows
 from rlite.data.prompts import item_name
 from rlite.errors import RliteError
-from rlite.rollout import RolloutWorkflow
+from rlite.rollout import RolloutWorkflow, ScriptedEngine
 from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.types import LLMRequest, LLMResponse, OnChunk, StopReason
 
@@ -23,7 +25,7 @@ Place = tuple[int, int]
 Sequences = Mapping[Place, Sequence[Mapping[str, Any]]]
 
 
-class RecordedEngine:
+class RecordedEngine(ScriptedEngine):
     """Engine that answers with the recorded tokens of one rollout.
 
     Args:
@@ -33,27 +35,14 @@ class RecordedEngine:
 
     def __init__(self, sequence: Mapping[str, Any], is_truncated: bool) -> None:
         first = sequence["mask"].index(True)
-        self.prompt: list[int] = sequence["ids"][:first]
-        self._answer = {name: list(sequence[name][first:]) for name in ("ids", "logprobs", "versions")}
+        super().__init__([sequence["ids"][first:]])
+        self.prompt, self.asked = sequence["ids"][:first], list[int]()
         self._reason: StopReason = "length" if is_truncated else "stop"
-        self.asked: list[int] = []
 
     async def agenerate(self, request: LLMRequest, on_chunk: OnChunk | None = None) -> LLMResponse:
         """Return the recorded answer."""
         self.asked = list(request.input_ids)
-        return LLMResponse(
-            input_tokens=self.asked,
-            output_tokens=self._answer["ids"],
-            output_logprobs=self._answer["logprobs"],
-            output_versions=self._answer["versions"],
-            stop_reason=self._reason,
-            latency=0.0,
-            ttft=0.0,
-        )
-
-    def get_version(self) -> int:
-        """Return the version of the answer's last token."""
-        return int(self._answer["versions"][-1])
+        return replace(await super().agenerate(request, on_chunk), stop_reason=self._reason)
 
 
 class RewardChecks:
@@ -70,7 +59,8 @@ class RewardChecks:
         self._workflow: RolloutWorkflow | None = None
         self._items: dict[str, Mapping[str, Any]] = {}
         try:
-            options = source.run.original_options(code)
+            options = source.run.options(source.folder, code, asks_rewards=True)
+            check_rewards(options, code)
             rows, _ = read_prompts(options.train_data, {})
             make = RunWorkflows(options).maker(ChosenRewards(options.reward, {}), {"train_data": rows})
             self._items = {item_name(row, number): row for number, row in enumerate(rows)}
@@ -99,7 +89,7 @@ class RewardChecks:
             return
         engine = RecordedEngine(own[0], bool(row["truncated"]))
         try:
-            made = asyncio.run(workflow.arun_episode(engine, dict(self._items[row["item"]])))  # type: ignore[arg-type]
+            made = asyncio.run(workflow.arun_episode(engine, dict(self._items[row["item"]])))
         except RliteError as error:
             report.expect(False, CHECK, place_of(row), f"reward {row['reward']:.9g}, and its function raises {error}")
             return

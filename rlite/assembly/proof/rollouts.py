@@ -15,6 +15,7 @@ from rlite.services.record.batches import read_value
 from rlite.services.record.files import STATUSES
 from rlite.services.record.recorder import TokenTexts, as_array, segments_of
 from rlite.trainer.rl.options import PpoConfig
+from rlite.trainer.rl.rollouts import SAID_ONCE
 
 Row = Mapping[str, Any]
 Check = tuple[str, bool, str]
@@ -30,14 +31,16 @@ def place_of(row: Row) -> str:
 
 
 class RolloutChecks:
-    """Checks rows of the record of training, step by step.
+    """Checks recorded rollouts: rows of training step by step, and sequences of tokens.
 
     Args:
         report: takes contradictions.
+        texts: decodes tokens; None if there is no tokenizer.
+        vocabulary: size of the model's vocabulary; None if it is not known.
     """
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, report: Report, texts: TokenTexts | None, vocabulary: int | None) -> None:
+        self._report, self._texts, self._vocabulary = report, texts, vocabulary
         self._step_of: dict[tuple[int, int], int] = {}
 
     def rows(self, step: int, rows: Sequence[Row], options: PpoConfig, max_staleness: int) -> None:
@@ -59,6 +62,13 @@ class RolloutChecks:
             self._take(f"record, step {step}, group {group}", _of_group(own, options.responses_per_prompt))
         self._take(f"record, step {step}", _of_step(rows, options.train_data.prompts_per_rollout))
 
+    def tokens(self, row: Row, sequences: Sequence[Row]) -> None:
+        """Check the sequences of one rollout against its row, and against each other."""
+        if sequences := sorted(sequences, key=lambda sequence: sequence["sequence"]):
+            for sequence in sequences:
+                self._take(f"{place_of(row)}, sequence {sequence['sequence']}", self._of_sequence(sequence))
+            self._take(place_of(row), self._of_sequences(row, sequences))
+
     def _take(self, place: str, checks: Iterator[Check]) -> None:
         for check, holds, told in checks:
             self._report.expect(holds, check, place, told)
@@ -77,6 +87,51 @@ class RolloutChecks:
             yield STALENESS, newest < step, f"policy version {newest} in step {step}, which made version {step}"
             is_fresh = not is_in_batch or age <= max_staleness
             yield STALENESS, is_fresh, f"{age} updates old; the bound is {max_staleness}"
+
+    def _of_sequence(self, sequence: Row) -> Iterator[Check]:
+        ids = sequence["ids"]
+        lists = {name: value for name, value in sequence.items() if isinstance(value, list) and name != "others"}
+        odd = {name: len(value) for name, value in lists.items() if len(value) != len(ids)}
+        yield TOKENS, not odd, f"{len(ids)} tokens, and values of {odd}"
+        beyond = [place for place, token in enumerate(ids) if not 0 <= token < (self._vocabulary or math.inf)]
+        yield TOKENS, not beyond, f"tokens {beyond[:5]} have ids that are not in the vocabulary of {self._vocabulary}"
+        if odd or beyond:
+            return
+        mask, versions = np.asarray(sequence["mask"], dtype=bool), np.asarray(sequence["versions"], dtype=np.int64)
+        yield TOKENS, bool((versions[mask] >= 0).all()), "a token to train on has no policy version"
+        if sequence["logprobs"] is not None:
+            logprobs = np.asarray(sequence["logprobs"], dtype=np.float64)
+            yield TOKENS, bool((logprobs <= 1e-4).all()), "the engine's log-probability of a token is above 0"
+            is_unread = not logprobs[~mask & (versions < 0)].any()
+            yield TOKENS, is_unread, "a token that the model has not written has a log-probability of the engine"
+        if self._texts is not None:
+            text, offsets = self._texts.decode(ids)
+            yield TOKENS, text == sequence["text"], "its text is not that of its tokens"
+            yield TOKENS, offsets == sequence["offsets"], "places of its tokens are not those in its text"
+
+    def _of_sequences(self, row: Row, sequences: Sequence[Row]) -> Iterator[Check]:
+        numbers = [sequence["sequence"] for sequence in sequences]
+        yield TOKENS, numbers == list(range(len(numbers))), f"its sequences have the numbers {numbers}"
+        masks = [np.asarray(sequence["mask"], dtype=bool) for sequence in sequences]
+        versions = [version for sequence in sequences for version in sequence["versions"] or () if version >= 0]
+        implied = {
+            "response_tokens": sum(int(mask.sum()) for mask in masks),
+            "prompt_tokens": int(masks[0].argmax()) if masks[0].any() else len(masks[0]),
+            "version_min": min(versions, default=None),
+            "version_max": max(versions, default=None),
+        }
+        for name, value in implied.items():
+            yield ROWS, row[name] == value, f"{name} is {row[name]}, and its tokens imply {value}"
+        if self._texts is not None and row["segments"] is not None:
+            yield ROWS, row["segments"] == segments_of(sequences), "its texts are not those of its tokens"
+        if (others := [values_of(sequence) for sequence in sequences])[0]:
+            yield from _of_batch(row, others)
+            known = [sequence["advantages"] for sequence in sequences]
+            if None not in known and any(mask.any() for mask in masks):
+                pairs = zip(known, masks, strict=True)
+                mean = float(np.concatenate([np.asarray(each, dtype=np.float32)[mask] for each, mask in pairs]).mean())
+                same = row["advantage"] is not None and math.isclose(mean, row["advantage"], rel_tol=1e-5, abs_tol=1e-6)
+                yield ROWS, same, f"advantage {row['advantage']}, and the mean over its tokens is {mean:.9g}"
 
 
 def _of_parts(row: Row, weights: Mapping[str, float]) -> Iterator[Check]:
@@ -108,76 +163,7 @@ def _of_step(rows: Sequence[Row], size: int) -> Iterator[Check]:
     yield LEDGER, not trained or trained >= size or has_lost, told
 
 
-class SequenceChecks:
-    """Checks recorded sequences against each other, and against the rows of their rollouts.
-
-    Args:
-        report: takes contradictions.
-        texts: decodes tokens; None if there is no tokenizer.
-        vocabulary: size of the model's vocabulary; None if it is not known.
-    """
-
-    def __init__(self, report: Report, texts: TokenTexts | None, vocabulary: int | None) -> None:
-        self._report, self._texts, self._vocabulary = report, texts, vocabulary
-
-    def tokens(self, row: Row, sequences: Sequence[Row]) -> None:
-        """Check the sequences of one rollout against its row, and against each other."""
-        if not sequences:
-            return
-        place, numbers = place_of(row), [sequence["sequence"] for sequence in sequences]
-        is_numbered = numbers == list(range(len(numbers)))
-        self._report.expect(is_numbered, TOKENS, place, f"its sequences have the numbers {numbers}")
-        for sequence in sequences:
-            for holds, told in self._of_sequence(sequence):
-                self._report.expect(holds, TOKENS, f"{place}, sequence {sequence['sequence']}", told)
-        for holds, told in self._of_row(row, sequences):
-            self._report.expect(holds, ROWS, place, told)
-
-    def _of_sequence(self, sequence: Row) -> Iterator[tuple[bool, str]]:
-        ids = sequence["ids"]
-        lists = {name: value for name, value in sequence.items() if isinstance(value, list) and name != "others"}
-        odd = {name: len(value) for name, value in lists.items() if len(value) != len(ids)}
-        yield not odd, f"{len(ids)} tokens, and values of {odd}"
-        beyond = [place for place, token in enumerate(ids) if not 0 <= token < (self._vocabulary or math.inf)]
-        yield not beyond, f"tokens {beyond[:5]} have ids that are not in the vocabulary of {self._vocabulary}"
-        if odd or beyond:
-            return
-        mask, versions = np.asarray(sequence["mask"], dtype=bool), np.asarray(sequence["versions"], dtype=np.int64)
-        yield bool((versions[mask] >= 0).all()), "a token to train on has no policy version"
-        if sequence["logprobs"] is not None:
-            logprobs = np.asarray(sequence["logprobs"], dtype=np.float64)
-            yield bool((logprobs <= 1e-4).all()), "the engine's log-probability of a token is above 0"
-            is_unread = not logprobs[~mask & (versions < 0)].any()
-            yield is_unread, "a token that the model has not written has a log-probability of the engine"
-        if self._texts is not None:
-            text, offsets = self._texts.decode(ids)
-            yield text == sequence["text"], "its text is not that of its tokens"
-            yield offsets == sequence["offsets"], "places of its tokens are not those in its text"
-
-    def _of_row(self, row: Row, sequences: Sequence[Row]) -> Iterator[tuple[bool, str]]:
-        masks = [np.asarray(sequence["mask"], dtype=bool) for sequence in sequences]
-        versions = [version for sequence in sequences for version in sequence["versions"] or () if version >= 0]
-        implied = {
-            "response_tokens": sum(int(mask.sum()) for mask in masks),
-            "prompt_tokens": int(masks[0].argmax()) if masks[0].any() else len(masks[0]),
-            "version_min": min(versions, default=None),
-            "version_max": max(versions, default=None),
-        }
-        for name, value in implied.items():
-            yield row[name] == value, f"{name} is {row[name]}, and its tokens imply {value}"
-        if self._texts is not None and row["segments"] is not None:
-            yield row["segments"] == segments_of(sequences), "its texts are not those of its tokens"
-        if (others := [values_of(sequence) for sequence in sequences])[0]:
-            yield from _of_batch(row, others)
-            known = [sequence["advantages"] for sequence in sequences]
-            if None not in known and any(mask.any() for mask in masks):
-                pairs = zip(known, masks, strict=True)
-                mean = float(np.concatenate([np.asarray(each, dtype=np.float32)[mask] for each, mask in pairs]).mean())
-                same = row["advantage"] is not None and math.isclose(mean, row["advantage"], rel_tol=1e-5, abs_tol=1e-6)
-                yield same, f"advantage {row['advantage']}, and the mean over its tokens is {mean:.9g}"
-
-
-def _of_batch(row: Row, others: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[bool, str]]:
+def _of_batch(row: Row, others: Sequence[Mapping[str, np.ndarray]]) -> Iterator[Check]:
     """Yield checks of a row against what the batch that was trained on held."""
     parts = dict(row["reward_parts"] or ())
     columns = {key: row[name] for key, name in IN_ROWS.items()}
@@ -187,21 +173,15 @@ def _of_batch(row: Row, others: Sequence[Mapping[str, np.ndarray]]) -> Iterator[
             value = math.nan if value is None else value  # a part that does not count
             held = float(values.sum(dtype=np.float64))
             same = math.isclose(held, value, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(held) and math.isnan(value))
-            yield same, f"{key} is {value:.9g}, and the batch has {held:.9g}"
+            yield ROWS, same, f"{key} is {value:.9g}, and the batch has {held:.9g}"
     if "truncated" in others[0]:
         is_cut = any(bool(own["truncated"].any()) for own in others)
-        yield is_cut == row["truncated"], f"truncated is {row['truncated']}, and the batch has {is_cut}"
+        yield ROWS, is_cut == row["truncated"], f"truncated is {row['truncated']}, and the batch has {is_cut}"
     groups = {int(own["group_ids"]) for own in others}
-    yield groups == {row["group"]}, f"its rows in the batch are of the groups {sorted(groups)}"
+    yield ROWS, groups == {row["group"]}, f"its rows in the batch are of the groups {sorted(groups)}"
 
 
-IN_ROWS = {
-    "rewards": "reward",
-    "scores": "score",
-    "num_turns": "turns",
-    "num_tool_calls": "tool_calls",
-    "num_tool_errors": "tool_errors",
-}
+IN_ROWS = {"rewards": "reward", **SAID_ONCE}
 """columns of rows by the keys of a batch whose value of the whole trajectory they have"""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -27,9 +27,10 @@ from rlite.data.packs import check_batch
 from rlite.data.routing import ROUTED
 from rlite.data.tokens import BatchLoader, StreamLoader
 from rlite.errors import ConfigError, DataError, RliteError
-from rlite.runtime.storage.atomic import verify
+from rlite.runtime.storage.atomic import FACTS, verify
+from rlite.runtime.storage.sharded import naming
 from rlite.services.console.sinks import read_metrics
-from rlite.services.record.batches import DAMAGED, DamagedBatch, RecordedBatch, check_ids, read_batch
+from rlite.services.record.batches import DAMAGED, DamagedBatch, RecordedBatch, check_values, read_batch
 from rlite.services.record.chain import METRICS, read_chain
 from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader
@@ -76,13 +77,12 @@ class Source:
 
     def __init__(self, folder: Path, options: ReplayConfig) -> None:
         self.folder, self._code = folder, options.code
-        self.chain = read_chain(folder)
+        with reading(folder):
+            self.chain = read_chain(folder)
         self.notes: list[str] = []
-        try:
-            saved = read_saved(folder / CONFIG)
-        except FileNotFoundError:
-            raise ConfigError(f"{folder}: there is no {CONFIG}: expected the folder of a run") from None
-        links = [] if self.chain is None else self.chain.begins
+        if not (folder / CONFIG).is_file():
+            raise ConfigError(f"{folder}: there is no {CONFIG}: expected the folder of a run")
+        saved, links = read_saved(folder / CONFIG), self.chain.begins
         if own := links[-1].get("class") if links else None:
             told = "what it computes otherwise differs here, or contradicts the record"
             self.notes.append(f"{own!s:.100}, a class of a program, trained, and steps are made by rlite's: {told}")
@@ -93,7 +93,7 @@ class Source:
         for step, tree in kept[:-1]:
             try:
                 run = RunOfTrainer.of(tree, folder, options.variables)
-                run.options(folder, options.code, False)  # raises if they cannot be used
+                run.options(folder, options.code)  # raises if they cannot be used
                 self._runs.append((step, run))
             except ConfigError as error:
                 self.notes.append(f"the options with which the run went on at step {step} are not known: {error}")
@@ -146,9 +146,9 @@ class Source:
     def metrics(self) -> Mapping[int, Mapping[str, float]]:
         """Metrics that the run has logged, by step; 0 has evaluations before the first step."""
         lines: dict[int, dict[str, float]] = {}
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), reading(self.folder):
             for line in read_metrics(self.folder / METRICS):
-                lines.setdefault(int(line["step"]), {}).update({**line, **lines.get(int(line["step"]), {})})
+                lines[int(line["step"])] = {**line, **lines.get(int(line["step"]), {})}
         return lines
 
     @cached_property
@@ -181,7 +181,7 @@ class Source:
     def spans(self, step: int) -> list[tuple[int, int]]:
         """Return first and last step of each span of equal options, from the checkpoint before a step to the step."""
         first = self.first_step(step)
-        changes = range(first + 1, step + 1)
+        changes = sorted({after + 1 for after, _ in self._runs if first <= after < step})
         starts = [first, *(n for n in changes if self.run_at(n).deciding != self.run_at(n - 1).deciding)]
         return list(zip(starts, [*(start - 1 for start in starts[1:]), step], strict=True))
 
@@ -235,11 +235,24 @@ class Source:
         """Return what the run has recorded of what a step has computed."""
         return self.recorded(step).made if self.bundle is not None or self.run.is_rl else {}
 
-    def total_steps(self, options: Any) -> int:
-        """Return the number of steps of the whole run."""
+    def total_steps(self, options: Any, step: int) -> int:
+        """Return the number of steps of the whole run.
+
+        Args:
+            options: the options of the run.
+            step: a step that is made again.
+
+        Raises:
+            ConfigError: the run has no such step.
+        """
+        total: int = options.trainer.total_steps if self.run.is_rl else 0
         if self.bundle is not None:
-            return self.bundle.total_steps
-        return options.trainer.total_steps if self.run.is_rl else self._loader(options, 0).num_batches
+            total = self.bundle.total_steps
+        elif not self.run.is_rl:
+            total = self._loader(options, 0).num_batches
+        if step > total:
+            raise ConfigError(f"step {step}: the run has {total} steps")
+        return total
 
     def recorded(self, step: int) -> RecordedBatch:
         """Return the recorded batch of a step.
@@ -250,8 +263,7 @@ class Source:
         """
         if step not in self._kept:
             found = read_batch(self.reader, step) if self.bundle is None else self._bundled(step)
-            if self.vocabulary is not None:
-                check_ids(found, self.vocabulary, f"{self.folder}: step {step}")
+            check_values(found.given, self.vocabulary, f"{self.folder}: step {step}")
             self._kept = {step: found}
         return self._kept[step]
 
@@ -278,19 +290,36 @@ class Source:
             raise ConfigError(f"{self.folder}: the rows were objects of a program, and no file has them")
         check_rows(data, "data", self._code)
         facts = verify(self._checkpoints[step]) if step else {}
-        config_time = datetime.fromtimestamp((self.folder / "config.yaml").stat().st_mtime)
-        started = datetime.fromisoformat(facts[STARTED]) if STARTED in facts else config_time
+        started = datetime.fromtimestamp((self.folder / CONFIG).stat().st_mtime)
+        with naming(self._checkpoints.get(step, self.folder) / FACTS):
+            started = datetime.fromisoformat(facts.get(STARTED, started.isoformat()))
         with CLOCK.fixed(started):
             name = getattr(options, cls.key).model_name
             rows, _ = read_tokens(data, {}, name, cls.tokenise, cls.kind)
-        loader: BatchLoader | StreamLoader
-        if rows.stream is None:
-            loader = BatchLoader(rows, data.batch_size, trainer.seed, trainer.n_epochs)
-        else:
-            loader = StreamLoader(rows.stream, data.batch_size, trainer.seed, trainer.total_steps or 0)
+        loader = rows.loader(data.batch_size, trainer.seed, trainer.n_epochs, trainer.total_steps)
         if "loader" in facts:
-            loader.load_state_dict(facts["loader"])
+            with naming(self._checkpoints[step] / FACTS):
+                loader.load_state_dict(facts["loader"])
         return loader
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Name a file of a run that is there, and cannot be opened.
+
+    Yields:
+        None.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        DataError: such a file is a folder, a pipe, or nothing that this process may read.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror or error}") from error
 
 
 def _filled(saved: Any, kept: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,44 +30,28 @@ from rlite.observability import stats_tracker
 from rlite.rollout import RolloutWorkflow
 from rlite.runtime.storage.atomic import FACTS
 from rlite.runtime.storage.sharded import naming
-from rlite.trainer.model.options import frozen_build_options
 from rlite.trainer.options import LaunchOptions, TableOptions
-from rlite.trainer.rl.device_plan import models_beside
 from rlite.trainer.rl.options import PpoConfig
 from rlite.trainer.rl.rollouts import Generated
-from rlite.trainer.run.training_run import step_metrics
 from rlite.types import AsyncInference, GenerationHyperparameters
 from rlite.yaml_texts import flat
 
 ONE_DEVICE = {"launcher": "inprocess", "num_devices": 1}
-ALONE = ("ddp_size", "tp_size", "sp_size", "ep_size")
-"""sizes of a layout, which are 1 on one device"""
-NO_OBSERVERS: Mapping[str, Any] = {
-    "sinks": [],
-    "use_wandb": False,
-    "callbacks": [],
-    "best_metric": None,
-    "best_is_highest": None,
-    "stop_at": {},
-}
-"""options of a run that have no part in its steps"""
 LENGTHS = ("trainer.total_steps", "trainer.n_epochs")
 NO_STEP = ("imports", "reward", "test_data", "trainer", "launcher", "num_devices")
 """groups of options that decide nothing about a step whose rollouts are given"""
-IN_TURNS = {"evaluate": "in_turns", "evaluation_devices": None, "max_recoveries": 0}
-ROLLOUTS: Mapping[str, Any] = {
-    "executor": "torch",
-    "executor_options": {},
-    "tp_size": 1,
-    "num_devices": None,
-    "max_head_offpolicyness": 0,
-    "env_path": None,
-    "env_config": {},
-    "workflow": None,
-    "max_turns": 1,
-    "speculation": False,
-}
-"""options of rollouts, which are not generated again"""
+OBSERVED = (
+    *("sinks", "use_wandb", "callbacks", "best_metric", "best_is_highest", "stop_at", "load_ckpt_from"),
+    *("evaluate", "evaluation_devices", "max_recoveries"),
+)
+GENERATED = (
+    *("executor", "executor_options", "tp_size", "num_devices", "max_head_offpolicyness", "speculation"),
+    *("env_path", "env_config", "workflow", "max_turns"),
+)
+REPLACED = {"trainer": OBSERVED, "rollout": GENERATED}
+"""options by their groups that have no part in a step whose rollouts are given; defaults take their place"""
+SIZES = dict.fromkeys(("actor", "critic", "ref_actor"), ("ddp_size", "tp_size", "sp_size", "ep_size"))
+"""sizes of a layout by their groups, in whose place defaults mean one device"""
 Logged = Mapping[int, Mapping[str, float]]
 """metrics of steps, by their numbers"""
 
@@ -80,6 +64,8 @@ class RunOfTrainer:
     """class of the trainer"""
     saved: dict[str, Any]
     """the tree of config.yaml"""
+    folder: Path
+    """the run's folder"""
     variables: Sequence[str] = ()
     """variables of the environment that the options may read"""
 
@@ -107,7 +93,7 @@ class RunOfTrainer:
         kinds = {kind_of(path) for path in sorted((folder / "state").glob("step-*/" + FACTS))}
         named = [trainer for trainer in fitting if trainer.config_class.__name__ in kinds]
         # presets differ in defaults alone, and a saved config has no defaults left
-        return cls((named or fitting)[0], saved, variables)
+        return cls((named or fitting)[0], saved, folder, variables)
 
     @property
     def is_rl(self) -> bool:
@@ -132,54 +118,31 @@ class RunOfTrainer:
         lasting = () if set(map(str, rates)) <= {"constant", "None", "0", "0.0"} else LENGTHS
         return {key: value for key, value in tree.items() if key.split(".")[0] not in NO_STEP or key in lasting}
 
-    def options(self, folder: Path, code: str | None, is_own_layout: bool) -> Any:
+    def options(self, folder: Path, code: str | None, is_own_layout: bool = False, asks_rewards: bool = False) -> Any:
         """Return the options of a run that makes steps again in a folder of its own.
 
         Args:
             folder: the folder that takes the place of the run's.
             code: a file of the user that registers losses, advantages or optimizers; None runs no code of the user.
             is_own_layout: keep the devices of the run; else one device.
+            asks_rewards: keep the rewards and the prompts of the run; else nobody asks for them.
 
         Raises:
             ConfigError: the options need code of the user, or are not those of this version of rlite.
         """
-        tree = {key: value for key, value in self.saved.items() if key not in ("imports", "reward", "test_data")}
-        trainer = {**tree["trainer"], **NO_OBSERVERS, "save_dir": str(folder), "load_ckpt_from": None}
-        if self.is_rl:
-            trainer |= {name: value for name, value in IN_TURNS.items() if name in trainer}
-            tree["rollout"] = {**tree["rollout"], **ROLLOUTS}
+        tree = {key: value for key, value in self.saved.items() if key not in ("imports", "test_data")}
+        for group, names in (REPLACED | ({} if is_own_layout else SIZES)).items():
+            if isinstance(own := tree.get(group), dict):
+                tree[group] = {name: value for name, value in own.items() if name not in names}
+        tree["trainer"]["save_dir"] = str(folder)
+        if self.is_rl and not asks_rewards:
             sizes = {name: tree["train_data"].get(name) for name in ("prompts_per_rollout", "responses_per_prompt")}
-            tree["train_data"] = {"path": RECORDED, **sizes}
-            reward = self.saved.get("reward") or {}
+            reward = tree.get("reward") or {}
             rewards = [("", reward)] if "path" in reward else reward.items()
             named = {name: own.get("weight", 1.0) for name, own in rewards if isinstance(own, dict)}
             tree["reward"] = {name: {"path": RECORDED, "weight": weight} for name, weight in named.items()}
-        if not is_own_layout:
-            tree |= ONE_DEVICE
-            for group in [group for group in ("actor", "critic", "ref_actor") if isinstance(tree.get(group), dict)]:
-                tree[group] = {**tree[group], **{name: 1 for name in ALONE if tree[group].get(name)}}
-        options = self._load({**tree, "trainer": trainer}, code)
-        check_teachers(options)
-        return options
-
-    def original_options(self, code: str) -> Any:
-        """Return the options of the run as they were, with rewards whose functions are all in the user's file.
-
-        Raises:
-            ConfigError: a reward, or the function that maps rows, is elsewhere, or the options cannot be used.
-        """
-        tree = {key: value for key, value in self.saved.items() if key != "test_data"}
-        trainer, rollout = {**tree["trainer"], **NO_OBSERVERS}, {**tree["rollout"], **ROLLOUTS}
-        options = self._load({**tree, "trainer": trainer, "rollout": rollout}, code)
-        for name, own in options.reward.items():
-            if own.path is None:
-                raise ConfigError(f"reward {name}: a model or a judge gives it, which an audit does not ask")
-            if ":" in own.path or own.path.endswith(".py"):  # else the user's file registers it under this name
-                check_named(f"reward.path={own.path}", own.path, code)
-        check_rows(options.train_data, "train_data", code)
-        return options
-
-    def _load(self, tree: Mapping[str, Any], code: str | None) -> Any:
+            tree["train_data"] = {"path": RECORDED, **sizes}
+        tree |= {} if is_own_layout else ONE_DEVICE
         given = literal({**tree, "imports": [code] if code else []}, self.variables)
         try:
             return config.load(self.trainer.config_class, [], given=given)
@@ -187,7 +150,7 @@ class RunOfTrainer:
             hint = "" if code else "; if code of the run registers it, name the file: --code FILE.py"
             if read := sorted(set(re.findall(r"\$\{oc\.env:(\w+)", str(given)))):
                 hint += f"; the run read variables of its environment: set them, and add variables=[{', '.join(read)}]"
-            raise ConfigError(f"the saved options cannot be used: {error}{hint}") from error
+            raise ConfigError(f"{self.folder}: its options cannot be used: {error}{hint}") from error
 
 
 def check_named(option: str, function: str, code: str | None) -> None:
@@ -221,6 +184,24 @@ def check_rows(data: TableOptions, key: str, code: str | None) -> None:
     for source in data.sources(key).values():
         if source.map is not None:
             check_named(f"{source.key}.map={source.map}", source.map, code)
+
+
+def check_rewards(options: PpoConfig, code: str) -> None:
+    """Check that rewards, and the rows that they judge, run no function but those in the user's file.
+
+    Args:
+        options: the run's options.
+        code: the user's file.
+
+    Raises:
+        ConfigError: a reward, or the function that maps rows, is elsewhere.
+    """
+    for name, own in options.reward.items():
+        if own.path is None:
+            raise ConfigError(f"reward {name}: a model or a judge gives it, which an audit does not ask")
+        if ":" in own.path or own.path.endswith(".py"):  # else the user's file registers it under this name
+            check_named(f"reward.path={own.path}", own.path, code)
+    check_rows(options.train_data, "train_data", code)
 
 
 def check_teachers(options: Any) -> None:
@@ -310,8 +291,9 @@ class RecordedSteps:
     def __init__(
         self, run: RunOfTrainer, options: LaunchOptions, total_steps: int, example: TensorDict, logged: Logged
     ) -> None:
+        check_teachers(options)
         self.run, self.options, self._is_rl = run, options, run.is_rl
-        kind = _without_sync(run.trainer, logged) if self._is_rl else run.trainer
+        kind = _with_logged(_alone(run.trainer), logged) if self._is_rl else _alone(run.trainer)
         if isinstance(options, PpoConfig):
             workflow = RecordedWorkflow(options.rollout.train_sampling_params.gconfig(), example)
             self.trainer = kind(options, workflow, [{"prompt": RECORDED}] * options.train_data.prompts_per_rollout)
@@ -337,13 +319,9 @@ class RecordedSteps:
             if self.trainer.reference is not None:
                 self.trainer.reference.build(self.trainer.build_options)
             return
-        options, engines, session = self.trainer.options, self.trainer.engines, rlite.current_session()
-        world, seed = len(session.devices), options.trainer.seed
-        engines.actor.build(**options.actor.build_options(world, seed))
-        for engine, others in models_beside(options, engines):
-            own = others.as_model(options.actor).build_options(world, seed)
-            own = own if engine in engines.trained else frozen_build_options(own, session.device)
-            engine.build(**own, colocate_with=engines.actor)
+        engines = self.trainer.engines
+        for engine, own, _ in self.trainer.parts.device_plan.models(len(rlite.current_session().devices)):
+            engine.build(**own, colocate_with=None if engine is engines.actor else engines.actor)
         engines.takes_turns = dict.fromkeys([engines.rollout, *engines.workers], False)
 
     def load(self, checkpoint: Path) -> int:
@@ -359,6 +337,7 @@ class RecordedSteps:
         with naming(checkpoint / FACTS):
             if self._is_rl:
                 self.trainer.coefficients.load_state_dict(facts.get("kl", {}))
+            files.expect(checkpoint.name == f"step-{facts['step']}", f"step {facts['step']}")
             self.trainer.run.step = int(facts["step"])
         return self.trainer.run.step
 
@@ -380,46 +359,49 @@ class RecordedSteps:
         Returns:
             The batch as it was trained on, and the metrics of the step.
         """
-        if self._is_rl:
-            generated = Generated()
-            generated.add(batch)
-            self.trainer.begin_step()
-            learnt = self.trainer.learn(batch)
-            self.trainer.run.step += 1
-            return learnt, generated.metrics() | self.trainer.metrics_of_step(learnt)
-        learnt, stats = self.trainer.learn(batch)
-        self.trainer.run.step += 1
-        return learnt, {**stats, **step_metrics(learnt)}
-
-    def before_update(self, batch: TensorDict) -> TensorDict:
-        """Return a batch with everything that its loss reads, without an update."""
         if not self._is_rl:
-            return self.trainer.prepare(batch)
-        self.trainer.begin_step()
-        passes, critic = self.trainer.logprobs, self.trainer.critic
-        batch = passes.with_reference(batch)
-        batch = batch if critic is None else critic.with_values(batch)
-        return self.trainer.with_advantages(passes.with_old(batch))
+            return self.trainer.step(batch)
+        generated = Generated()
+        generated.add(batch)
+        learnt, metrics = self.trainer.step(batch)
+        return learnt, generated.metrics() | metrics
 
 
-def _without_sync(kind: Any, logged: Logged) -> Any:
-    """Return a class of trainers whose new weights go to no inference engine, with the logged coefficients."""
+def _with_logged(kind: Any, logged: Logged) -> Any:
+    """Return a class of trainers whose coefficients are those that were logged."""
 
-    def begin_step(self: Any) -> None:
-        """Let the coefficients of the next step take effect."""
+    def prepare(self: Any, batch: TensorDict) -> TensorDict:
+        """Return a batch with all keys that the losses of the next step read, with the coefficients of the step."""
         if (line := logged.get(self.run.step + 1)) is not None:
             self.coefficients.take(line)
-        kind.begin_step(self)
+        self.begin_step()
+        made: TensorDict = kind.prepare(self, batch)
+        return made
+
+    return type(kind.__name__, (kind,), {"prepare": prepare})
+
+
+def _alone(kind: Any) -> Any:
+    """Return a class of trainers without a run around them: nobody generates, evaluates, logs or saves."""
+
+    def step(self: Any, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
+        """Return the batch of a step as it was trained on, and the metrics of the step."""
+        metrics = self._finish(self.learn(batch))
+        return self.run.batch, metrics
+
+    def _end_step(self: Any, batch: TensorDict, metrics_of: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Count a step.
+
+        Returns:
+            Its metrics.
+        """
+        self.run.step, self.run.batch = self.run.step + 1, batch
+        return metrics_of()
 
     def sync(self: Any) -> None:
-        """Do nothing: nobody generates."""
+        """Do nothing."""
 
-    def metrics_of_step(self: Any, batch: TensorDict) -> dict[str, float]:
-        """Return the metrics of a step after its end."""
-        return self._metrics_of(batch)
-
-    own = {"begin_step": begin_step, "sync": sync, "metrics_of_step": metrics_of_step}
-    return type(f"Recorded{kind.__name__}", (kind,), own)
+    return type(f"Recorded{kind.__name__}", (kind,), {"step": step, "_end_step": _end_step, "sync": sync})
 
 
 def beside(checkpoint: Path, name: str) -> Path:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from annotated_types import Le
 
 from rlite.config import Count, Natural, Options, Rate, Seed
 from rlite.errors import ConfigError
 from rlite.rollout.collector.options import CollectorLimits
 from rlite.trainer.options import AnnouncedOptions
 
+MAX_EXPONENT = 50.0
+"""exponent that no draw exceeds, so that it stays finite"""
 Draw = Callable[[random.Random, float], float]
 """draw(random numbers, value of the run) -> value in the simulation"""
 KINDS: Mapping[str, Callable[..., float]] = {
@@ -19,8 +23,10 @@ KINDS: Mapping[str, Callable[..., float]] = {
     "constant": lambda rng, own, value: value,
     "uniform": lambda rng, own, low, high: rng.uniform(low, high),
     "exponential": lambda rng, own, mean: rng.expovariate(1.0) * mean,
-    "lognormal": lambda rng, own, median, sigma: median * math.exp(rng.gauss(0.0, sigma)),
+    "lognormal": lambda rng, own, median, sigma: median * math.exp(min(rng.gauss(0.0, sigma), MAX_EXPONENT)),
 }
+MAX_SIZE, MAX_SAMPLES = 100_000, 4096
+"""groups of a batch, or devices; and episodes of a group"""
 EXPECTED = (
     "expected a factor such as 2x, a number, a share such as 30%, or lognormal:MEDIAN,SIGMA, uniform:LOW,HIGH or "
     "exponential:MEAN"
@@ -67,9 +73,9 @@ class SimulatedRollouts(CollectorLimits):
 class SimulatedData(Options):
     """Sizes of a batch. Those that are not given are the run's."""
 
-    prompts_per_rollout: Count | None = None
+    prompts_per_rollout: Annotated[Count, Le(MAX_SIZE)] | None = None
     """groups in a batch"""
-    responses_per_prompt: Count | None = None
+    responses_per_prompt: Annotated[Count, Le(MAX_SAMPLES)] | None = None
     """episodes of a group"""
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from rlite.assembly.simulate.options import SimulateConfig, SimulatedData, SimulatedRollouts
+from rlite.assembly.simulate.options import MAX_SIZE, SimulateConfig, SimulatedData, SimulatedRollouts
 from rlite.assembly.simulate.simulation import Sample, Step, Template, Workload
 from rlite.config import Options
 from rlite.errors import ConfigError, DataError
 from rlite.rollout.collector.lost_groups import NOT_ACCEPTED, kind_of
 from rlite.services.console.sinks import read_metrics
-from rlite.services.record.files import TRAIN
+from rlite.services.record.files import BEYOND, TRAIN
 from rlite.services.record.reader import RecordReader, read_part_aside
-from rlite.yaml_texts import read_saved
+from rlite.yaml_texts import read_saved, shown
 
 WARM_UP = 3
 """first steps of a run that are left out, if it has as many more"""
@@ -61,7 +61,7 @@ def read_run(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Rows, list
             "how long each takes beside the other. Make a few steps with rollout.max_head_offpolicyness=1 "
             "num_devices=2 launcher=ray, or give distributions in place of a run"
         )
-    metrics = [row for row in lines if all(0 <= row.get(name, math.nan) < math.inf for name in PHASES)]
+    metrics = [row for row in lines if all(0 <= row.get(name, math.nan) < BEYOND for name in PHASES)]
     if not metrics:
         raise DataError(
             f"{told}: no line of metrics.jsonl has the phases {', '.join(PHASES)}, which the trainers write. A trainer "
@@ -88,6 +88,13 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found := config.get(name), dict) else {}
 
 
+def _devices(config: Mapping[str, Any], name: str) -> int | None:
+    found = config.get("num_devices")
+    if found is not None and (type(found) is not int or not 0 < found <= MAX_SIZE):
+        raise ConfigError(f"config.yaml of the run: {name}={shown(found)}; expected up to {MAX_SIZE:,} devices")
+    return found
+
+
 def _merged(kind: type[Options], own: Mapping[str, Any], given: Options | None) -> dict[str, Any]:
     """Return the options of a run that a simulation knows, and in their place those that are given."""
     known = {name: value for name, value in own.items() if name in kind.model_fields and value is not None}
@@ -110,12 +117,14 @@ def make_workload(options: SimulateConfig) -> Workload:
     own = _group(config, "rollout")
     limits = SimulatedRollouts(**_merged(SimulatedRollouts, own, options.rollout))
     sizes = SimulatedData(**_merged(SimulatedData, _group(config, "train_data"), options.train_data))
-    devices = own.get("num_devices") or (config.get("num_devices") or 2 * limits.tp_size) // 2
+    devices = _devices(own, "rollout.num_devices") or (_devices(config, "num_devices") or 2 * limits.tp_size) // 2
     if options.run is not None:
         syncing = fmean(row["seconds_sync"] for row in metrics)
         templates, alone, slowdown = recorded_groups(rows, max(1, devices // limits.tp_size), syncing, notes)
         steps = recorded_steps(rows, metrics, notes)
     num_replicas = max(1, round(options.draw("rollout_devices")(rng, devices) / limits.tp_size))
+    if num_replicas > MAX_SIZE:
+        raise ConfigError(f"rollout_devices={options.rollout_devices}: expected up to {MAX_SIZE:,} replicas")
     if (num_lost := round(options.draw("loss_of_replicas")(rng, 0.0) * num_replicas)) >= num_replicas:
         raise ConfigError(f"loss_of_replicas={options.loss_of_replicas}: all {num_replicas} replicas would be lost")
     size, update, sync = sizes.responses_per_prompt, options.draw("seconds_update"), options.draw("seconds_sync")

@@ -71,7 +71,7 @@ def naming(file: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (*UNREADABLE, RecursionError) as error:
+    except (*UNREADABLE, RecursionError, FileNotFoundError, IsADirectoryError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         why = f"the file {file.name} cannot be read, or holds what no checkpoint of rlite holds: {reason}"
         raise DamagedCheckpointError(f"{file.parent}: {why}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rlite.batch import KEYS
+from rlite.batch import KEYS, PER_TOKEN
 from rlite.data.packs import check_batch
 from rlite.errors import DataError
-from rlite.services.record.files import TRAIN
+from rlite.services.record.files import BEYOND, TRAIN
 from rlite.services.record.reader import RecordReader
 
 GIVEN = {"input_ids": "ids", "loss_mask": "mask", "versions": "versions", "logprobs": "logprobs"}
@@ -28,6 +29,8 @@ MADE = frozenset(key.name for key in KEYS.values() if key.writer in ("reference"
 DTYPES = {name: getattr(torch, name) for name in ("bool", "uint8", "int8", "int16", "int32", "int64")}
 DTYPES |= {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 """types of recorded values by name"""
+MAKERS = ("workflow", "data", "collector")
+"""beginnings of the writers of the keys that a record gives to a step"""
 DAMAGED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 """errors of code that reads a damaged record"""
 RECORD_ALL = "trainer.record=all records every step so; the default, sample, the steps 1, 11, 21, ... alone"
@@ -80,11 +83,15 @@ def read_batch(reader: RecordReader, step: int) -> RecordedBatch:
 
 
 def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:
-    """Return the batch of recorded rows, each with the columns of `BATCH_ROWS`, in the order of the batch.
+    """Return the batch of recorded rows, each with the columns of `WRITTEN_TOKENS`, in the order of the batch.
 
     Raises:
         DataError: a value is not what its type and shape say, or the padded rows do not fit into memory.
     """
+    for row, name in product(rows, GIVEN.values()):
+        if row[name] is None or None in row[name] or len(row[name]) != len(row["ids"]):
+            told = f"group {row['group']}, sample {row['sample']}, sequence {row['sequence']}"
+            raise DataError(f"{told}: {name} does not have one value for each token")
     dtypes = {key: DTYPES[KEYS[key].dtype] for key in GIVEN}
     columns = {key: [torch.tensor(row[name], dtype=dtypes[key]) for row in rows] for key, name in GIVEN.items()}
     for name in OF_STEP:
@@ -108,23 +115,31 @@ def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:
     return RecordedBatch(TensorDict(batch, batch_size=[len(rows)]), made)
 
 
-def check_ids(batch: RecordedBatch, size: int, where: str) -> None:
-    """Check that the ids of a batch are in a vocabulary.
+def check_values(batch: TensorDict, vocabulary: int | None, where: str) -> None:
+    """Check that the values of a batch are what the table of keys says, as far as a workflow or the data made them.
 
     Args:
         batch: the batch.
-        size: size of the vocabulary.
+        vocabulary: size of the model's vocabulary; None if it is not known.
         where: folder and step, for the message.
 
     Raises:
-        DamagedBatch: an id is not; the message has its place.
+        DamagedBatch: a value is not; the message has its place.
     """
-    for key, least in (("input_ids", 0), ("kept_ids", -1)):
-        if key in batch.given:
-            ids = batch.given[key]
-            for row, place in ((ids < least) | (ids >= size)).nonzero()[:1].tolist():
-                told = f"{key} has {int(ids[row, place])}, and the vocabulary has the ids 0 to {size - 1}"
-                raise DamagedBatch(f"{where}, row {row}, token {place}: {told}")
+    for key, value in ((str(key), value) for key, value in batch.items() if isinstance(value, Tensor)):
+        known = KEYS.get(key)
+        if known is None or not known.writer.startswith(MAKERS) or not value.numel():
+            continue
+        is_float = value.dtype.is_floating_point
+        if key in PER_TOKEN and (is_float != DTYPES[known.dtype].is_floating_point or value.dim() != 2):
+            told = f"{key} is {value.dtype} of shape {list(value.shape)}; expected {known.dtype} {known.shape}"
+            raise DamagedBatch(f"{where}: {told}")
+        least = -BEYOND if is_float else min(known.padding, 0)
+        most = vocabulary if vocabulary and key in ("input_ids", "kept_ids") else BEYOND
+        for odd in [odd for odd in (value.min().item(), value.max().item()) if not least <= odd < most][:1]:
+            place = ((value == odd) | (value != value)).nonzero()[0].tolist()
+            at = ", ".join(f"{name} {number}" for name, number in zip(("row", "token", "value"), place, strict=False))
+            raise DamagedBatch(f"{where}, {at}: {key} has {odd}; expected {least:,} to {most - 1:,}")
 
 
 def read_value(key: str, stored: Mapping[str, Any] | None) -> Tensor:

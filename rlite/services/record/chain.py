@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,11 @@ class Folded:
     """places at which a link does not follow from the link before"""
 
     @property
+    def is_empty(self) -> bool:
+        """True if the run has no chain."""
+        return not (self.last_hash or self.breaks)
+
+    @property
     def has_ended(self) -> bool:
         """True if the run has ended by itself, and was not killed."""
         return self.last.get("kind") == END
@@ -157,22 +163,19 @@ class Folded:
         return "lines were added after the end of the run" if is_longer else ""
 
 
-def read_chain(folder: Path) -> Folded | None:
-    """Return what the chain of a run says; None if it has none. Half a line that a killed process left is no link."""
+def read_chain(folder: Path) -> Folded:
+    """Return what the chain of a run says, if it has one. Half a line that a killed process left is no link."""
     folded = Folded()
-    try:
-        with files.reading(folder / CHAIN) as stream:
-            number = 0
-            while line := stream.readline(MAX_LINK):
-                if not line.endswith(b"\n") or stream.tell() > MAX_CHAIN:
-                    if len(line) == MAX_LINK or stream.tell() > MAX_CHAIN:
-                        folded.breaks.append(f"{CHAIN} line {number + 1}: it is too long, and nothing after it is read")
-                    break
-                number += 1
-                _take(folded, line, number)
-    except FileNotFoundError:
-        return None
-    return folded if number or folded.breaks else None
+    with suppress(FileNotFoundError), files.reading(folder / CHAIN) as stream:
+        number = 0
+        while line := stream.readline(MAX_LINK):
+            if not line.endswith(b"\n") or stream.tell() > MAX_CHAIN:
+                if len(line) == MAX_LINK or stream.tell() > MAX_CHAIN:
+                    folded.breaks.append(f"{CHAIN} line {number + 1}: it is too long, and nothing after it is read")
+                break
+            number += 1
+            _take(folded, line, number)
+    return folded
 
 
 def _take(folded: Folded, line: bytes, number: int) -> None:
@@ -201,7 +204,7 @@ class ChainWriter:
         self._folder = folder
         self._hashes: dict[str, tuple[tuple[int, int] | None, str | None]] = {}
         """time of change, size, and hash of files; a file is read again if it was changed"""
-        self._known = (None if step is None else read_chain(folder)) or Folded()
+        self._known = Folded() if step is None else read_chain(folder)
         self._metrics, self._offset = hashlib.sha256(), 0
         self.changed = {
             path: now

@@ -104,14 +104,19 @@ TOKENS = _schema(
 )
 """one row for each sequence whose tokens are recorded; the lists have one entry for each token"""
 OTHERS = pa.map_(pa.string(), pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()}))
-BATCH_ROWS = _schema(
-    **{name: (TOKENS.field(name).type, "as in TOKENS") for name in TOKENS.names if name not in ("text", "offsets")},
+IN_BATCH = _schema(
     row=(pa.int32(), "number of the sequence in the batch that was trained on; null if it is in none"),
     others=(OTHERS, "the other keys of its row in the batch, without padding"),
 )
-"""rows of a batch as they were trained on, from which a step is made again"""
-WRITTEN_TOKENS = pa.schema([*TOKENS, *(BATCH_ROWS.field(name) for name in ("row", "others"))], metadata=TOKENS.metadata)
-"""columns of a file of tokens; those that TOKENS lacks are read to make a step again, and by nothing else"""
+WRITTEN_TOKENS = pa.schema([*TOKENS, *IN_BATCH], metadata=TOKENS.metadata)
+"""columns of a file of tokens; those that TOKENS lacks are read to make a step again or to check it, and else never"""
+NUMBERS = (
+    *("step", "group", "sample", "sequence", "turns", "tool_calls", "tool_errors", "prompt_tokens", "response_tokens"),
+    *("version_min", "version_max", "ended"),
+    *("seconds_queue", "seconds_generate", "seconds_environment", "seconds_reward"),
+)
+"""columns of ROWS and TOKENS whose values are 0 or more, and less than BEYOND"""
+BEYOND = 2**53
 NOT_NULL = ("step", "group", "sample", "sequence", "item", "status", "reason")
 """columns of ROWS and TOKENS that have a value in every row"""
 

@@ -28,12 +28,14 @@ from rlite.runtime.sandbox.calls import Call, Code, SandboxError
 from rlite.runtime.sandbox.child import printable
 from rlite.runtime.sandbox.pool import shared_pool
 from rlite.services.record.files import (
-    BATCH_ROWS,
+    BEYOND,
     NOT_NULL,
+    NUMBERS,
     ROWS,
     TOKENS,
     VERSION,
     VERSION_KEY,
+    WRITTEN_TOKENS,
     RecordFile,
     record_files,
 )
@@ -186,7 +188,7 @@ class RecordReader:
 
     def batch_rows(self, step: int) -> list[dict[str, Any]]:
         """Return the recorded sequences of a step of training, with the other keys of their rows in its batch."""
-        return _rows(self._chosen("train", BATCH_ROWS, [step]))
+        return _rows(self._chosen("train", WRITTEN_TOKENS, [step]))
 
     def token_table(self, source: str, steps: Steps = None) -> pa.Table:
         """Return all recorded sequences of some steps; None for all steps."""
@@ -199,7 +201,7 @@ class RecordReader:
         chosen = ALL if steps is None else pc.field("step").isin(list(steps))
         if place is not None:
             chosen &= (pc.field("group") == place[0]) & (pc.field("sample") == place[1])
-        own = self._holders(source, "tokens" if schema in (TOKENS, BATCH_ROWS) else "rows", steps)
+        own = self._holders(source, "tokens" if schema in (TOKENS, WRITTEN_TOKENS) else "rows", steps)
         for file in reversed(own) if newest_first else own:
             yield from self._read(file, schema, chosen, newest_first)
 
@@ -308,7 +310,14 @@ def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Sch
             table = _conformed(pa.Table.from_batches([batch]), schema)
             if empty := [name for name in schema.names if name in NOT_NULL and table[name].null_count]:
                 raise DataError(f"cannot be read: rows without a value of {', '.join(empty)}")
+            if odd := [name for name in schema.names if name in NUMBERS and not _are_numbers(table[name])]:
+                raise DataError(f"cannot be read: rows whose {', '.join(odd)} is below 0, or no finite number")
             yield table
+
+
+def _are_numbers(column: pa.ChunkedArray) -> bool:
+    is_number = pc.and_(pc.greater_equal(column, 0), pc.less(column, BEYOND))
+    return pc.all(is_number, min_count=0).as_py()
 
 
 def _rows(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:

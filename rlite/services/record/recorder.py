@@ -137,7 +137,7 @@ class TrainedBatch:
         """Return the trainer's columns of a sequence, one value for each token; {} if it was not trained on.
 
         A column that is NaN for every token is left out: no update has made it. `row` and `others` are those of
-        BATCH_ROWS.
+        WRITTEN_TOKENS.
 
         Args:
             group: number of the group.

@@ -163,10 +163,7 @@ class DevicePlan:
             world = self._rewards.build_apart(world, options.trainer.seed)
         num_shared, num_evaluating = without_evaluation(world, options.trainer, rollout.tp_size)
         num_training, num_generating = divide_devices(num_shared, rollout)
-        models: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [(engines.actor, actor, actor.offload_model)]
-        for engine, others in models_beside(options, engines):
-            models.append((engine, others.as_model(actor), others.offload_model))
-        build_options = [model.build_options(num_training, options.trainer.seed) for _, model, _ in models]
+        models = self.models(num_training)
         self._build_inference(engines.rollout, num_generating)
         if engines.evaluation is not None and not num_evaluating:
             has_residency = engines.rollout.capabilities.has_residency
@@ -182,14 +179,35 @@ class DevicePlan:
         engines.takes_turns = {engines.rollout: default and can_leave}
         engines.resident = engines.rollout if engines.takes_turns[engines.rollout] else None
         owner = engines.actor if engines.is_apart else engines.rollout
-        for (engine, _, offload), own in zip(models, build_options, strict=True):
-            own = own if engine in engines.trained else frozen_build_options(own, session.device)
+        for engine, own, offload in models:
             engine.build(**own, colocate_with=None if engine is owner else owner)
             engines.takes_turns[engine] = default if offload is None else offload
         if engines.evaluation is not None and num_evaluating:
             self._build_inference(engines.evaluation, num_evaluating)
         if self._rewards is not None:
             self._rewards.build_beside(engines.rollout, num_generating, options.trainer.seed)
+
+    def models(self, num_devices: int) -> list[tuple[RliteTrainEngine, dict[str, Any], bool | None]]:
+        """Return the engines that train or score, the actor first, with build options and `offload_model` of each.
+
+        Args:
+            num_devices: devices that train.
+
+        Raises:
+            ConfigError: the sizes do not divide the devices.
+        """
+        options, actor, device = self._options, self._options.actor, rlite.current_session().device
+        found: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [
+            (self.engines.actor, actor, actor.offload_model)
+        ]
+        for engine, others in models_beside(options, self.engines):
+            found.append((engine, others.as_model(actor), others.offload_model))
+        made = []
+        for engine, model, offload in found:
+            own = model.build_options(num_devices, options.trainer.seed)
+            is_trained = engine in self.engines.trained
+            made.append((engine, own if is_trained else frozen_build_options(own, device), offload))
+        return made
 
     def _inference_engine(self) -> RliteInferenceEngine:
         rollout, name = self._options.rollout, self._options.actor.model_name

@@ -85,7 +85,6 @@ def test_a_changed_file_is_told_once_and_old_links_keep_its_old_hash(tmp_path: P
         writer.append({"kind": "end", "step": 2})
     assert (run / "chain.jsonl").read_bytes().startswith(before)
     chain = read_chain(run)
-    assert chain is not None
     assert (chain.changed, chain.breaks) == ({name: 2}, [])
 
 
