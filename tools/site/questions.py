@@ -51,7 +51,10 @@ QUESTIONS = [
         ("cookbook", "algorithms"),
     ),
     Question(
-        "researcher", "How do I change the KL coefficient over the steps?", "kl coefficient schedule", ("cookbook", "callbacks")
+        "researcher",
+        "How do I change the KL coefficient over the steps?",
+        "kl coefficient schedule",
+        ("cookbook", "callbacks"),
     ),
     Question(
         "researcher",
