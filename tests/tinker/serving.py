@@ -21,16 +21,16 @@ from tests.tinker.client import TOKENS, client_package
 class Served:
     """Engines, and the server on them."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, beside: Any = None, **options: Any) -> None:
         client_package()
         from rlite.assembly.commands.options import TinkerConfig
         from rlite.engine.inference import RliteInferenceEngine
         from rlite.engine.train import RliteTrainEngine
         from rlite.trainer.model.modules import policy_module
 
-        self.config = TinkerConfig(model=str(model), port=0, deterministic=True, **options)
+        self.config = TinkerConfig(model=str(model), port=0, **{"deterministic": True, **options})
         self.train = RliteTrainEngine(policy_module(model))
-        self.train.build(**self.config.train_options())
+        self.train.build(colocate_with=beside, **self.config.train_options())
         self.serve = RliteInferenceEngine(model)
         self.serve.build(colocate_with=self.train, **self.config.serve_options())
         self._clients: dict[str, list[Any]] = {}
