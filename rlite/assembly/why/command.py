@@ -257,7 +257,7 @@ class Search:
             found += more
             if (best := simplest(found, self.tolerance)) is not None:
                 return self._named(best, found)
-        if (best := simplest(found, coarse)) is not None:
+        if (best := simplest([each for each in found if len(each.parts) < 2], coarse)) is not None:
             return self._named(best, found, ("precision", "the rest is what bfloat16 rounds"))
         best = min((each for each in found if each.left <= PARTLY * honest.left), key=of_left, default=honest)
         return self._named(best, found, ("unexplained", "no hypothesis explains the rest, alone or in pairs"))

@@ -34,7 +34,7 @@ from rlite.yaml_texts import read_saved
 SIDES = {"engine": "logprobs", "trainer": "trainer_logprobs"}
 """side -> column of the record with its log-probabilities"""
 DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-MAX_STATES = 4
+MAX_STATES = 8
 """saved weights that are read, beside the first ones"""
 MAX_LENGTH = 4096
 """tokens of a sequence that are read"""
@@ -119,7 +119,7 @@ class Case:
             CheckpointError: none can be read.
         """
         version, found = self.spans[0].version, dict[int, Path | None]()
-        nearest = sorted(self.checkpoints, key=lambda step: abs(step - version))[:MAX_STATES]
+        nearest = sorted(self.checkpoints, key=lambda step: (step > version + 1, abs(step - version)))[:MAX_STATES]
         for step in dict.fromkeys([*nearest, min(self.checkpoints)]):
             try:
                 self.load(step)

@@ -103,6 +103,9 @@ def of_sampling() -> Iterator[Hypothesis]:
         yield Hypothesis("kept sets", text, {"top_p": p, "top_k": 0}, times("top_p", 1.1))  # all above 1 are alike
     for k in (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 200):
         yield Hypothesis("kept sets", "over the {top_k} most likely ids", {"top_p": 1.0, "top_k": k}, plus("top_k", 1))
+    for p, k in product((0.8, 0.9, 0.95), (10, 20, 50)):  # as released models ask for
+        text, change = "over the ids that top_p={top_p:.3g} keeps of the {top_k} most likely", {"top_p": p, "top_k": k}
+        yield Hypothesis("kept sets", text, change, (*times("top_p", 1.1), *plus("top_k", 1)))
 
 
 def in_parts(found: Hypothesis, names: Iterable[str]) -> Iterator[Hypothesis]:
@@ -171,8 +174,6 @@ def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
         "key heads in turns": lambda x: torch.arange(len(x)) % (x[-1] + 1),
         "the next key head": lambda x: (x + 1) % (x[-1] + 1),
         "the key head before": lambda x: (x - 1) % (x[-1] + 1),
-        "the key head of the query head before": lambda x: x.roll(1),
-        "key heads in reverse order": lambda x: x.flip(0),
     }
     found = [
         Hypothesis("attention", "queries see later tokens", {"is_causal": False}),
@@ -191,7 +192,6 @@ def of_routing(layers: list[int], shape: RoutingShape) -> Iterator[Hypothesis]:
     """Yield other choices and weights of experts, in all layers with experts and in one."""
     k, own, first = shape.top_k, [*range(shape.num_experts)], range(min(shape.num_experts, MAX_EXPERTS))
     orders = {f"experts {by:+d} places away": [*own[by:], *own[:by]] for by in (1, -1, len(own) // 2)}
-    orders["experts in reverse order"] = own[::-1]
     for a, b in combinations(first, 2):
         orders[f"experts {a} and {b} exchanged"] = [{a: b, b: a}.get(x, x) for x in own]
     choices: dict[str, Callable[[Tensor], Tensor]] = {
