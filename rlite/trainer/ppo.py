@@ -186,9 +186,8 @@ class PpoTrainer(TrainerLoop):
 
     def _metrics_of(self, batch: TensorDict) -> dict[str, float]:
         metrics = step_metrics(batch) | {"reward_trained": trajectory_rewards(batch).mean().item()}
-        if not (own := self.coefficients).may_differ:
-            return metrics
-        return metrics | own.end_step(self.run.step, metrics.get("kl"), len(batch))
+        own = self.coefficients
+        return metrics | (own.end_step(self.run.step, metrics.get("kl"), len(batch)) if own.may_differ else {})
 
     # -- the run -------------------------------------------------------------------------------------------------
 
