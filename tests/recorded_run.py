@@ -280,7 +280,7 @@ def _row(
         "response_tokens": lengths[1],
         "truncated": rng.random() < 0.2,
         "version_min": max(0, place["step"] - 2),
-        "version_max": place["step"] - 1,
+        "version_max": max(0, place["step"] - 1),
         "seconds_queue": queue,
         "seconds_generate": generate,
         "seconds_environment": tool,
