@@ -375,7 +375,7 @@ def test_a_trace_shows_each_phase_each_worker_and_each_group(model, tmp_path, se
     rows = {row: [span["name"] for span in spans] for row, spans in rows_of(events).items()}
     program, actor, served = (
         next(names for (process, row), names in rows.items() if process.startswith(of) and row.startswith(at))
-        for of, at in (("driver", "the program"), ("train-", "rank 0"), ("inference-", "rank 0"))
+        for of, at in (("driver", "the program"), ("actor", "rank 0"), ("rollout", "rank 0"))
     )
     phases = [name for name in program if name in ("step", "rollout", "update", "sync")]
     assert phases == ["step", "rollout", "update", "sync"] * 2, "of steps 2 and 3"

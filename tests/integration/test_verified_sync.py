@@ -85,7 +85,7 @@ def test_a_sound_run_is_verified_at_every_nth_sync_without_an_alarm(
 def test_a_run_whose_engine_keeps_a_base_weight_ends_at_the_verified_sync(
     model: Path, tmp_path: Path, actor: dict[str, Any]
 ) -> None:
-    with pytest.raises(WeightSyncError, match=r"k_proj\.weight on inference-"):
+    with pytest.raises(WeightSyncError, match=r"k_proj\.weight on rollout-"):
         fit(model, tmp_path, steps=4, actor=actor, executor="unwritten", verify_sync=2)
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1], "the second sync is the first that is verified"
