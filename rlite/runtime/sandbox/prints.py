@@ -11,6 +11,7 @@ sys.stderr is kept. What programs and libraries write to the descriptors is disc
 
 from __future__ import annotations
 
+import fcntl
 import io
 import mmap
 import os
@@ -29,17 +30,22 @@ _USED, _PRINT = struct.Struct("<I"), struct.Struct("<QI")
 
 
 def new_file() -> int:
-    """Return the descriptor of a new file without a name, in memory if the system has such files."""
-    with open(os.memfd_create("rlite-prints"), "wb") if sys.platform == "linux" else tempfile.TemporaryFile() as file:
-        file.truncate(SIZE)
-        return os.dup(file.fileno())
+    """Return the descriptor of a new file without a name; on Linux in memory, and of this size for good."""
+    if sys.platform != "linux":
+        with tempfile.TemporaryFile() as file:
+            file.truncate(SIZE)
+            return os.dup(file.fileno())
+    descriptor = os.memfd_create("rlite-prints", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(descriptor, SIZE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return descriptor
 
 
 class PrintStream(io.RawIOBase):
     """Standard output and standard error of a sandbox process, which keeps the first bytes of each call.
 
     Args:
-        descriptor: the file. It is closed: the memory stays, also in forks.
+        descriptor: the file. It is closed: the memory stays, also in forks, and mmap keeps a descriptor of its own.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -107,6 +108,7 @@ def test_the_driver_takes_any_bytes_of_a_hostile_process(content: bytes) -> None
     os.pwrite(descriptor, content, 0)
     found = prints.read_prints(descriptor)
     assert sum(map(len, found.values())) <= SIZE
-    os.ftruncate(descriptor, 1)
-    assert prints.read_prints(descriptor) == {}
+    for size in (1, 2 * SIZE):
+        with pytest.raises(PermissionError) if sys.platform == "linux" else contextlib.nullcontext():
+            os.ftruncate(descriptor, size)
     os.close(descriptor)

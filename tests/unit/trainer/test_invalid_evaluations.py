@@ -49,7 +49,7 @@ def test_too_many_errors_make_an_evaluation_invalid_and_are_told_once_for_each_s
         "the evaluation of code is invalid, 6 of 10 episodes failed (test_data.code.max_error_share=0.5)"
         in out.getvalue()
     )
-    assert "2 x  ValueError: no grade\nrow: prompt: 'x'" in out.getvalue()
+    assert "2 x  ValueError: no grade\n       row: prompt: 'x'" in out.getvalue()
     assert out.getvalue().count("ALARM") == 2
 
 

@@ -305,7 +305,7 @@ def test_standard_errors_are_clustered_by_group() -> None:
 
 def test_values_that_are_not_finite_become_null(tmp_path: Path) -> None:
     row = {"step": 1, "group": 0, "sample": 0, "item": "", "status": "trained", "reason": "", "reward": math.nan}
-    row |= {"advantage": math.inf, "reward_parts": {"a": math.nan}, "ended": -math.inf}
+    row |= {"advantage": math.inf, "reward_parts": {"a": math.nan}, "score": -math.inf}
     write_table(tmp_path, "train", 1, "rows", pa.Table.from_pylist([row], schema=ROWS))
     runs = open_runs([str(tmp_path)])
     columns = ask(runs, "rows", source="train", step=1)["columns"]
@@ -379,7 +379,9 @@ def test_a_folder_without_a_record_answers_every_question_or_says_why(tmp_path: 
     assert ask(runs, "overview")["sources"] == {}
     assert ask(runs, "items")["number"] == 0
     assert ask(runs, "timeline") is None
-    for name in QUESTIONS.keys() - {"overview", "items", "item", "config", "timeline", "series"}:
+    with pytest.raises(DataError, match=r"tinker\.json: cannot be read"):
+        ask(runs, "tinker")
+    for name in QUESTIONS.keys() - {"overview", "items", "item", "config", "timeline", "series", "tinker"}:
         with pytest.raises(UnknownPlace, match="no rows"):
             ask(runs, name, step=1, group=0, sample=0, offset=0)
 

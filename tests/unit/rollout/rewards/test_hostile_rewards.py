@@ -209,7 +209,7 @@ def test_processes_see_no_secrets_unless_they_are_named(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_processes_hold_no_descriptor_beside_the_wire() -> None:
+def test_processes_hold_no_descriptor_beside_the_wire_and_what_they_print() -> None:
     assert asyncio.run(RewardFunction(hostile.count_descriptors).run()) == 0.0
 
 
