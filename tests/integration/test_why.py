@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import rlite
 from rlite.assembly.launch import session_of
 from rlite.assembly.quickstart.run import build_tiny_qwen3, byte_tokenizer
 from rlite.assembly.why import evidence
-from rlite.assembly.why.command import explain_mismatch, main
+from rlite.assembly.why.command import Explanation, Verdict, explain_mismatch, main, report
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import LeanDecoder, ShardedModel
 from rlite.backends.embedded.worker import EmbeddedWorker
@@ -162,6 +163,50 @@ def narrow(model: Any, ids: list[int], start: int) -> torch.Tensor:
     return values
 
 
+def narrow_in_two(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Let queries of layers 0 and 2 see 5 positions."""
+    places = torch.arange(len(ids))
+    distance = places[:, None] - places
+    masks = [torch.zeros(distance.shape).masked_fill((distance < 0) | (distance >= n), -torch.inf) for n in (5, 999, 5)]
+
+    def see(module: Any, args: Any, given: Any) -> Any:
+        return args, {**given, "attention_mask": masks[module.layer_idx][None, None]}
+
+    attention = [layer.self_attn for layer in model.model.layers]
+    hooks = [each.register_forward_pre_hook(see, with_kwargs=True) for each in attention]
+    values = unchanged(model, ids, start)
+    for hook in hooks:
+        hook.remove()
+    return values
+
+
+def scaled_as_yarn(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Scale the rotary frequencies by 3, as YaRN does."""
+    own = copy.deepcopy(model.config)
+    scaled = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": own.max_position_embeddings}
+    own.rope_parameters = {**own.rope_parameters, **scaled}
+    model.model.rotary_emb = type(model.model.rotary_emb)(own)
+    return unchanged(model, ids, start)
+
+
+def repetitive(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Divide the logits of ids that are there already by 1.3, or multiply them if they are negative."""
+    logits = logits_of(model, ids)
+    for place, row in enumerate(logits):
+        seen = torch.tensor(sorted({*ids[: place + 1]}))
+        row[seen] = torch.where(row[seen] > 0, row[seen] / 1.3, row[seen] * 1.3)
+    return at_tokens(logits, ids)
+
+
+def likely(model: Any, ids: list[int], start: int) -> torch.Tensor:
+    """Keep the 10 most likely ids, and of them those of a probability of 0.9."""
+    logprobs = logits_of(model, ids)[:-1].log_softmax(-1)
+    ranked = logprobs.sort(-1, descending=True).values[:, :10]
+    probs = ranked.softmax(-1)
+    kept = ranked.masked_fill(probs.cumsum(-1) - probs >= 0.9, -torch.inf).logsumexp(-1)
+    return torch.cat([torch.zeros(1), logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0] - kept])
+
+
 def next_heads(model: Any, ids: list[int], start: int) -> torch.Tensor:
     """Give the query heads of layer 0 the key heads of their neighbours."""
     attention = model.model.layers[0].self_attn
@@ -227,6 +272,10 @@ FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
     "template": ("plain", 2, without_opening, "template", None),
     "special tokens as text": ("plain", 2, special_as_text, "template", None),
     "window": ("plain", 2, narrow, "attention", 1),
+    "penalties": ("plain", 2, repetitive, "penalties", None),
+    "kept twice": ("plain", 2, likely, "kept sets", None),
+    "window in two layers": ("mixture", 2, narrow_in_two, "attention", None),
+    "scaled as yarn": ("plain", 2, scaled_as_yarn, "position", None),
     "key heads": ("plain", 2, next_heads, "attention", 0),
     "routing": ("mixture", 2, one_expert, "routing", 2),
     "expert never chosen": ("mixture", 2, without_expert, "routing", 2),
@@ -238,6 +287,9 @@ FAULTS: dict[str, tuple[str, int, Fault, str, int | None]] = {
 
 
 LONGER = (
+    "kept twice",
+    "window in two layers",
+    "scaled as yarn",
     "attention",
     "whole vocabulary",
     "rotary base",
@@ -269,6 +321,13 @@ MIXED = {
     "adapter of another scale": ("lora", "", -0.37, "adapter", "with the adapter's scale times 1.37"),
     "adapter dropped in a module": ("lora", "v_proj", 1.0, "adapter", ", in self_attn.v_proj alone"),
     "stale modules": ("plain", "mlp", 1.0, "stale weights", ", in mlp.down_proj, mlp.gate_proj, mlp.up_proj alone"),
+    "one stale matrix": (
+        "plain",
+        r"layers\.1\.mlp\.up_proj",
+        1.0,
+        "stale weights",
+        ", in mlp.up_proj, model.layers.1 alone",
+    ),
     "weights of version 0": ("plain", "", 1.0, "stale weights", "with the weights after step 0, not 2"),
 }
 
@@ -491,6 +550,13 @@ def test_the_command_prints_the_cause_and_what_it_excluded(runs: Any, tmp_path: 
     assert "trainer: rounding" in told
 
 
+def test_a_cause_that_explains_the_record_too_is_not_called_excluded() -> None:
+    both = {"excluded": {"position": "moved: 0.4 left"}, "alike": {"temperature": "at temperature 0.3: 0 left"}}
+    verdict = Verdict("engine", "kept sets", "over the most likely id", 0.5, 0.0, **both)  # type: ignore[arg-type]
+    told = report(Explanation(3, 0.5, 1e-4, [verdict], [])).splitlines()
+    assert told[-2:] == ["  or temperature: at temperature 0.3: 0 left", "  not position: moved: 0.4 left"]
+
+
 def test_the_program_of_the_page_runs(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -500,4 +566,4 @@ def test_the_program_of_the_page_runs(
     [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(program, {})
     told = capsys.readouterr().out
-    assert "engine attention 1 None scores times 1.3, in layer 1 alone" in told
+    assert "engine attention 1 None scores times 1.3, in model.layers.1 alone" in told

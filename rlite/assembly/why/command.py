@@ -15,8 +15,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from operator import attrgetter
+from itertools import islice, product
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from rlite.assembly.launch import session_of
 from rlite.assembly.why.evidence import SIDES, Case, open_case
 from rlite.assembly.why.hypotheses import Hypothesis, hypotheses, sampled_tokens
 from rlite.assembly.why.options import WhyConfig
-from rlite.assembly.why.reference import OF_CODE, SAMPLING, Reference, Setting, label_logprobs
+from rlite.assembly.why.reference import OF_CODE, PENALTIES, SAMPLING, Reference, Setting, label_logprobs, penalised
 from rlite.errors import DataError
 from rlite.imports import import_module
 from rlite.trainer.options import LaunchOptions
@@ -40,8 +40,8 @@ PARTLY = 0.2
 of_left = attrgetter("left")
 BEST, SAME = 24, 3
 """candidates whose numbers and parts are moved, and those of them with the same causes"""
-PAIRS, BEST_PAIRS = 200, 8
-"""pairs of kinds that are computed, and those that are moved"""
+PAIRS, CAUSES, BEST_PAIRS = 200, 2, 8
+"""pairs of kinds that are computed; causes with whose best all others are computed; pairs that are moved"""
 SWEEPS, SLOW = 8, 0.9
 """times that all moves are tried, and the share that a sweep leaves at most to be followed by another"""
 
@@ -55,8 +55,8 @@ class Candidate(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Texts and layers of the parts; no move changes them."""
-        return tuple((part.text, part.changes.get("layer"), part.changes.get("mixture")) for part in self.parts)
+        """Texts and beginnings of the parts; no move changes them."""
+        return tuple((part.text, part.start) for part in self.parts)
 
     @property
     def setting(self) -> dict[str, Any]:
@@ -80,6 +80,8 @@ class Verdict:
     module: str | None = None
     excluded: dict[str, str] = field(default_factory=dict)
     """other causes, and the least that they leave"""
+    alike: dict[str, str] = field(default_factory=dict)
+    """other causes, each of which explains the record alone, too"""
 
 
 @dataclass
@@ -166,7 +168,10 @@ class Search:
         key = {name: value for name, value in setting.items() if name not in SAMPLING}
         if self._last[0] != key:
             self._last = key, self._reference.logits(key, self._case.spans)
-        logits, labels = self._last[1]
+        logits, pairs = self._last[1]
+        if PENALTIES & setting.keys():
+            logits = penalised(logits, pairs, setting)
+        labels = torch.tensor([token for _, own in pairs for token in own])
         return label_logprobs(logits, labels, {**self._sampling, **setting})
 
     def score(self, parts: tuple[Hypothesis, ...]) -> Candidate:
@@ -208,9 +213,30 @@ class Search:
             kinds.setdefault(each.kind, each)
         counts, chosen = Counter[object](), list[Candidate]()
         for each in kinds.values():
-            counts[causes := tuple(part.cause for part in each.parts)] += 1
+            counts[causes := frozenset(part.cause for part in each.parts)] += 1
             chosen += [each] if counts[causes] <= SAME and any(part.moves for part in each.parts) else []
         return sorted(map(self.refined, chosen[:most]), key=of_left)
+
+    def crossed(self, singles: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield, for each kind of other weights, the module whose effects are likest the record, in each layer alone.
+
+        Args:
+            singles: the hypotheses.
+
+        Yields:
+            One candidate for each kind and layer.
+        """
+        target, likest = (self._recorded - self.honest.logprobs).nan_to_num(0), dict[Any, Candidate]()
+        weights = [(each, each.setting["parts"]) for each in singles if "parts" in each.setting]
+        modules = [each for each, own in weights if own.layers <= own.chosen and not own.modules <= own.chosen]
+        alike = [torch.cosine_similarity(each.logprobs - self.honest.logprobs, target, 0).item() for each in modules]
+        for _, each in sorted(zip(alike, modules, strict=True), key=itemgetter(0)):
+            likest[each.kind] = each
+        for each in likest.values():
+            own, [part] = each.setting["parts"], each.parts
+            for layer in sorted(own.layers):
+                chosen = own._replace(chosen=own.chosen - own.layers | {layer})
+                yield self.score((part._replace(changes={**part.changes, "parts": chosen}),))
 
     def pairs(self, singles: Sequence[Candidate]) -> Iterator[Candidate]:
         """Yield the best pair of two kinds, for the pairs of kinds of which the sums of effects explain the most."""
@@ -227,19 +253,29 @@ class Search:
                 seen.add(kinds)
                 yield self.score((*first.parts, *second.parts))
 
+    def beside(self, singles: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield the best hypotheses with each one that is not of one layer: effects of large faults do not add up."""
+        best = {each.parts[0].cause: each for each in sorted(singles, key=of_left, reverse=True)}
+        for second, first in product(singles, sorted(best.values(), key=of_left)[:CAUSES]):
+            if second.parts[0].layer is None and not first.setting.keys() & second.setting.keys():
+                yield self.score((*first.parts, *second.parts))
+
     def candidates(self, coarse: float) -> Iterator[list[Candidate]]:
         """Yield the hypotheses alone, refined, and in pairs.
 
         Args:
             coarse: distance below which a smaller dtype explains the record, so that pairs need not be tried.
         """
-        yield (singles := [self.score((each,)) for each in hypotheses(self._case, self._reference, self._side)])
+        singles = [self.score((each,)) for each in hypotheses(self._case, self._reference, self._side)]
+        singles += [*self.crossed(singles)]
+        yield singles
         yield (refined := self.best(singles, BEST))
         if self.honest.left > coarse:
             if self._side == "engine":
                 yield [self.score((sampled_tokens(self._case, self._reference, self._side),))]
-            yield (pairs := [*islice(self.pairs([*refined, *singles]), PAIRS)])
-            yield self.best(pairs, BEST_PAIRS)
+            for pairs in (islice(self.pairs([*refined, *singles]), PAIRS), self.beside(singles)):
+                yield (found := [*pairs])
+                yield self.best(found, BEST_PAIRS)
 
     def verdict(self, mismatch: float) -> Verdict:
         """Return the cause.
@@ -272,11 +308,13 @@ class Search:
             told = [(first.cause, f"{words}: {text}") if name == "code" else (name, words) for name, words in told]
         told += rest
         others = [x for x in sorted(found, key=of_left, reverse=True) if len(x.parts) == 1]
-        excluded = {x.parts[0].cause: f"{x.parts[0].words}: {x.left:.2g} left" for x in others}
-        for cause in {*(cause for cause, _ in told), *(part.cause for part in best.parts)}:
-            excluded.pop(cause, None)
+        named = {*(cause for cause, _ in told), *(part.cause for part in best.parts)}
+        least = {x.parts[0].cause: x for x in others if x.parts[0].cause not in named}
+        words = {cause: (x.left, f"{x.parts[0].words}: {x.left:.2g} left") for cause, x in least.items()}
+        excluded = {cause: text for cause, (left, text) in words.items() if left > self.tolerance}
+        alike = {cause: text for cause, (_, text) in words.items() if cause not in excluded}
         causes, text = " + ".join(dict.fromkeys(cause for cause, _ in told)), "; ".join(words for _, words in told)
-        return Verdict(self._side, causes, text, self.honest.left, best.left, layer, module, excluded)
+        return Verdict(self._side, causes, text, self.honest.left, best.left, layer, module, excluded, alike)
 
 
 def simplest(found: Sequence[Candidate], tolerance: float) -> Candidate | None:
@@ -296,5 +334,6 @@ def report(found: Explanation) -> str:
     for verdict in found.verdicts:
         lines.append(f"{verdict.side}: {verdict.cause}")
         lines.append(f"  {verdict.text}; {verdict.left:.2g} of {verdict.honest:.2g} per token is left")
+        lines += [f"  or {cause}: {text}" for cause, text in verdict.alike.items()]
         lines += [f"  not {cause}: {text}" for cause, text in verdict.excluded.items()]
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])

@@ -6,7 +6,7 @@ the precision, the attention, the experts, and how a log-probability is made of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, product
 from operator import add, itemgetter
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlite.assembly.why.evidence import Case, Ids, Span
-from rlite.assembly.why.reference import Parts, Reference, Setting, label_logprobs, labels
+from rlite.assembly.why.reference import Parts, Reference, Setting, label_logprobs, labels, layer_label
 from rlite.data.chat.template import ChatTemplate, TemplateRefusal, has_chat_template
 from rlite.data.routing import RoutingShape
 
@@ -37,18 +37,18 @@ class Hypothesis(NamedTuple):
     changes: Setting
     moves: tuple[Callable[[Setting], Setting], ...] = ()
     """functions of the changes to changes beside them, from far to near"""
+    start: object = None
+    """beginning of the moves, if others are tried, too"""
 
     @property
     def layer(self) -> int | None:
         """Number of the only layer that deviates."""
-        parts = self.changes.get("parts")
-        return parts.layer if parts else self.changes.get("layer", self.changes.get("mixture"))
+        return next((part.layer for part in self.changes.values() if isinstance(part, Parts)), None)
 
     @property
     def words(self) -> str:
-        """The deviation with its numbers and its layer."""
-        told = self.text.format(**self.changes) if self.moves else self.text
-        return told if self.layer is None or "parts" in self.changes else f"{told}, in layer {self.layer} alone"
+        """The deviation with its numbers and its parts of the model."""
+        return self.text.format(**self.changes) if self.moves else self.text
 
 
 def times(name: str, most: float = 2.0) -> tuple[Callable[[Setting], Setting], ...]:
@@ -68,9 +68,9 @@ def plus(name: str, least: int) -> tuple[Callable[[Setting], Setting], ...]:
     return tuple(lambda changes, by=by: {**changes, name: max(changes[name] + by, least)} for by in steps)
 
 
-def _toggled(label: str, changes: Setting) -> Setting:
+def _toggled(key: str, label: str, changes: Setting) -> Setting:
     """Return changes of which a layer or a module becomes a part, or is none any more."""
-    return {**changes, "parts": changes["parts"]._replace(chosen=changes["parts"].chosen ^ {label})}
+    return {**changes, key: changes[key]._replace(chosen=changes[key].chosen ^ {label})}
 
 
 def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothesis]:
@@ -85,9 +85,10 @@ def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothes
     yield from of_sampling()
     yield from of_weights(case, reference.exact)
     yield from of_precision(case.states[reference.exact])
-    yield from of_position()
+    own = reference.model.config.get_text_config()
+    yield from of_position(own)
     longest = max(len(span.before) + len(span.ids) for span in case.spans)
-    yield from of_attention(reference.model.config.get_text_config().num_hidden_layers, longest)
+    yield from of_attention(own.num_hidden_layers, longest)
     if reference.shape is not None:
         yield from of_routing([*reference.mixtures], reference.shape)
     yield from of_prompts(case, reference.tokenizer)
@@ -97,30 +98,42 @@ def of_sampling() -> Iterator[Hypothesis]:
     """Yield other ways to make log-probabilities of logits."""
     for x in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0):
         yield Hypothesis("temperature", "at temperature {temperature:.4g}", {"temperature": x}, times("temperature"))
-    yield Hypothesis("kept sets", "normalised over the whole vocabulary", {"top_p": 1.0, "top_k": 0})
-    for p in (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99):
-        text = "normalised over the ids that top_p={top_p:.3g} keeps"
-        yield Hypothesis("kept sets", text, {"top_p": p, "top_k": 0}, times("top_p", 1.1))  # all above 1 are alike
-    for k in (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 200):
-        yield Hypothesis("kept sets", "over the {top_k} most likely ids", {"top_p": 1.0, "top_k": k}, plus("top_k", 1))
-    for p, k in product((0.8, 0.9, 0.95), (10, 20, 50)):  # as released models ask for
-        text, change = "over the ids that top_p={top_p:.3g} keeps of the {top_k} most likely", {"top_p": p, "top_k": k}
-        yield Hypothesis("kept sets", text, change, (*times("top_p", 1.1), *plus("top_k", 1)))
+    for name, numbers in {"repetition": (1.05, 1.3, 0.8), "presence": (0.5, -0.5), "frequency": (0.5, -0.5)}.items():
+        for x in numbers:
+            yield Hypothesis("penalties", f"with a {name} penalty of {{{name}:.4g}}", {name: x}, times(name))
+    text = "normalised over what top_p={top_p:.3g} and top_k={top_k} keep (1 and 0 keep all)"
+    moves = (*times("top_p", 1.1), *plus("top_k", 0))
+    some = [*product((0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 1.0), (0,))]
+    some += product((1.0,), (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100, 200))
+    for p, k in (*some, *product((0.8, 0.9, 0.95), (10, 20, 50))):  # the last as released models ask for
+        yield Hypothesis("kept sets", text, {"top_p": p, "top_k": k, "min_p": 0.0}, moves, (p < 1, k > 0))
+    for x in (0.01, 0.03, 0.1, 0.3):
+        change, text = {"top_p": 1.0, "top_k": 0, "min_p": x}, "normalised over what min_p={min_p:.3g} keeps"
+        yield Hypothesis("kept sets", text, change, times("min_p"))
 
 
-def in_parts(found: Hypothesis, names: Iterable[str]) -> Iterator[Hypothesis]:
-    """Yield a hypothesis for all parameters, then for those of each layer, and of each module.
+def in_parts(
+    found: Hypothesis, key: str, layers: Collection[str], modules: Collection[str] = frozenset()
+) -> Iterator[Hypothesis]:
+    """Yield a hypothesis for the whole model, then for each layer, and for each module.
 
     Args:
-        found: its text has `{parts}`.
-        names: names of the parameters that it changes.
+        found: its text has the key in braces.
+        key: name of the change that holds the parts.
+        layers: labels of the layers.
+        modules: labels of the modules; {} if whole layers deviate.
     """
-    layers, modules = (frozenset(group) for group in zip(*map(labels, names), strict=True))
-    moves: tuple[Any, ...] = (*found.moves, *(partial(_toggled, label) for label in sorted(layers | modules)))
-    own = (modules | {label} if label in layers else layers | {label} for label in sorted(layers | modules))
-    for chosen in (layers | modules, *own):
-        parts = Parts(chosen, layers, modules)
-        yield Hypothesis(found.cause, found.text, {**found.changes, "parts": parts}, moves)
+    whole = frozenset((*layers, *modules))
+    moves: tuple[Any, ...] = (*found.moves, *(partial(_toggled, key, label) for label in sorted(whole)))
+    own = (frozenset((*(modules if label in layers else layers), label)) for label in sorted(whole))
+    for chosen in (whole, *own):
+        changes = {**found.changes, key: Parts(chosen, frozenset(layers), frozenset(modules))}
+        yield Hypothesis(found.cause, found.text, changes, moves, None if modules else chosen)
+
+
+def groups(names: Iterable[str]) -> tuple[frozenset[str], ...]:
+    """Return the labels of the layers and of the modules of parameters."""
+    return tuple(frozenset(group) for group in zip(*map(labels, names), strict=True))
 
 
 def of_weights(case: Case, exact: int) -> Iterator[Hypothesis]:
@@ -134,8 +147,8 @@ def of_weights(case: Case, exact: int) -> Iterator[Hypothesis]:
             cause, text = "adapter", "with the base model, without its adapter{parts}"
             for x in FACTORS:
                 told, change = "with the adapter's scale times {amount:.4g}{parts}", {"weights": step, "amount": x}
-                yield next(in_parts(Hypothesis(cause, told, change, times("amount")), names))
-        yield from in_parts(Hypothesis(cause, text, {"weights": step}), names)
+                yield next(in_parts(Hypothesis(cause, told, change, times("amount")), "parts", *groups(names)))
+        yield from in_parts(Hypothesis(cause, text, {"weights": step}), "parts", *groups(names))
 
 
 def of_precision(state: Mapping[str, Tensor]) -> Iterator[Hypothesis]:
@@ -148,12 +161,17 @@ def of_precision(state: Mapping[str, Tensor]) -> Iterator[Hypothesis]:
         yield Hypothesis("precision", f"computed in {str(dtype)[6:]}", {"dtype": dtype})
     for dtype, scaled in product((torch.float8_e4m3fn, torch.int8), ("row", "matrix", "nothing")):
         text, form = f"in {str(dtype)[6:]}, with a scale of each {scaled}", (dtype, scaled)
-        yield next(in_parts(Hypothesis("precision", f"with matrices {text}{{parts}}", {"stored": form}), state))
+        matrices = Hypothesis("precision", f"with matrices {text}{{parts}}", {"stored": form})
+        yield next(in_parts(matrices, "parts", *groups(state)))
         yield Hypothesis("precision", f"with keys and values {text}", {"cached": form})
 
 
-def of_position() -> Iterator[Hypothesis]:
-    """Yield other positions of the model's tokens, and other rotary frequencies."""
+def of_position(config: Any) -> Iterator[Hypothesis]:
+    """Yield other positions of the model's tokens, and other rotary frequencies.
+
+    Args:
+        config: the model's.
+    """
     rules: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "positions begin at 0 again at the model's first token": lambda p, n: torch.where(p >= n, p - n, p),
         "positions stop at the model's first token": torch.minimum,
@@ -165,10 +183,14 @@ def of_position() -> Iterator[Hypothesis]:
         yield Hypothesis("position", "the model's tokens moved by {shift:+d}", {"shift": by}, plus("shift", -4096))
     for (name, text), x in product({"theta": "the rotary base", "stretch": "positions"}.items(), FACTORS):
         yield Hypothesis("position", f"{text} times {{{name}:.4g}}", {name: x}, times(name))
+    if "rope_theta" in (config.to_dict().get("rope_parameters") or {}):  # else layers have their own
+        for kind, x in (("default", 1.0), *product(("yarn", "llama3"), (2.0, 4.0, 8.0, 32.0))):
+            text = f"rotary frequencies scaled as {kind} by {{factor:.4g}}"
+            yield Hypothesis("position", text, {"rope": kind, "factor": x}, times("factor"))
 
 
 def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
-    """Yield other attention, in all layers and in one."""
+    """Yield other attention, in all layers and in some."""
     sizes = sorted({1, 2, 4, 8, *(max(longest * part // 16, 1) for part in range(2, 16))})
     heads: dict[str, Callable[[Tensor], Tensor]] = {
         "key heads in turns": lambda x: torch.arange(len(x)) % (x[-1] + 1),
@@ -184,12 +206,12 @@ def of_attention(num_layers: int, longest: int) -> Iterator[Hypothesis]:
         found.append(Hypothesis("attention", "a query sees {window} positions", {"window": n}, plus("window", 1)))
         found.append(Hypothesis("attention", "the first {hidden} are not seen later", {"hidden": n}, plus("hidden", 1)))
     found += [Hypothesis("attention", "scores times {scale:.4g}", {"scale": x}, times("scale")) for x in FACTORS]
-    for layer, each in product((None, *range(num_layers)), found):
-        yield each._replace(changes={**each.changes, "layer": layer})
+    for each in found:
+        yield from in_parts(each._replace(text=each.text + "{layer}"), "layer", [*map(layer_label, range(num_layers))])
 
 
 def of_routing(layers: list[int], shape: RoutingShape) -> Iterator[Hypothesis]:
-    """Yield other choices and weights of experts, in all layers with experts and in one."""
+    """Yield other choices and weights of experts, in all layers with experts and in some."""
     k, own, first = shape.top_k, [*range(shape.num_experts)], range(min(shape.num_experts, MAX_EXPERTS))
     orders = {f"experts {by:+d} places away": [*own[by:], *own[:by]] for by in (1, -1, len(own) // 2)}
     for a, b in combinations(first, 2):
@@ -207,8 +229,8 @@ def of_routing(layers: list[int], shape: RoutingShape) -> Iterator[Hypothesis]:
     for expert, odds in product(first, (0.0, 0.1, 0.3, 3.0, 10.0)):
         text = f"expert {expert} {{odds:.4g}} times as likely"
         found.append(Hypothesis("routing", text, {"expert": expert, "odds": odds}, times("odds")))
-    for layer, each in product((None, *layers), found):
-        yield each._replace(changes={**each.changes, "mixture": layer})
+    for each in found:
+        yield from in_parts(each._replace(text=each.text + "{mixture}"), "mixture", [*map(layer_label, layers)])
 
 
 def of_prompts(case: Case, tokenizer: Any) -> Iterator[Hypothesis]:

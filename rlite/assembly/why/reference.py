@@ -9,17 +9,21 @@ honest computation. So two hypotheses on different points combine. Its keys:
     before, own                 functions of the tokens before the model's own, and of both
     position, shift             function of positions and of the model's first places; added to the model's positions
     stretch, theta              factors of positions, and of the base of the rotary frequencies
+    rope, factor                type of rotary frequencies that transformers knows, and by what it scales them
     scale, window, is_causal    factor of the scores; positions that a query sees; whether later tokens are hidden
     heads, hidden               function of the key head of each query head; first tokens that later tokens do not see
     router, choice              an attribute of routers and its value; function of the chosen experts [tokens, K]
     order, expert, odds         the expert whose score each expert takes; an expert, and the factor of its odds
-    layer, mixture              the only layer whose attention deviates, and whose routing
+    layer, mixture              layers whose attention deviates, and whose routing
     code                        side whose code in this process computes
-    temperature, top_p, top_k   how log-probabilities are made of logits
+    temperature                 divides the logits
+    top_p, top_k, min_p         what is kept of the vocabulary
+    repetition, presence, frequency     penalties of ids that are there already, as in vLLM
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 
 from rlite.assembly.why.activations import Activations, Difference, first_difference, keep, watching
-from rlite.assembly.why.evidence import MAX_LENGTH, Case, Span
+from rlite.assembly.why.evidence import MAX_LENGTH, Case, Ids, Span
 from rlite.backends.embedded.cache import EmbeddedOptions
 from rlite.backends.embedded.model import ATTENDED, ROTATED, See
 from rlite.backends.embedded.worker import EmbeddedWorker
@@ -47,7 +51,8 @@ from rlite.types import GenerationHyperparameters, SequenceRequest
 
 Setting = Mapping[str, Any]
 NAME = "rlite_reference"
-SAMPLING = ("temperature", "top_p", "top_k")
+PENALTIES = {"repetition", "presence", "frequency"}
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", *PENALTIES}
 OF_CODE = {"code", "weights", *SAMPLING}
 """keys of a setting that code in this process can follow"""
 OF_WEIGHTS = ("weights", "amount", "stored", "parts", "dtype")
@@ -63,15 +68,20 @@ def labels(name: str) -> tuple[str, str]:
     return (name, "outside of layers") if found is None else (found[1], found[2])
 
 
+def layer_label(number: int) -> str:
+    """Return the label of a layer."""
+    return f"model.layers.{number}"
+
+
 class Parts(NamedTuple):
-    """Some of the model's parameters: some modules of some layers."""
+    """Some layers of the model, or some modules of some layers."""
 
     chosen: frozenset[str]
     """labels; a parameter is meant if both of its labels are here"""
     layers: frozenset[str]
     """all first labels"""
     modules: frozenset[str]
-    """all second labels"""
+    """all second labels; none if layers are meant whole"""
 
     def __str__(self) -> str:
         groups = [group for group in (self.layers, self.modules) if not group <= self.chosen]
@@ -83,6 +93,11 @@ class Parts(NamedTuple):
         """Number of the only layer."""
         numbers = [LAYER.findall(f"{label}.") for label in self.layers & self.chosen]
         return int(numbers[0][0]) if len(numbers) == 1 and numbers[0] else None
+
+
+def is_meant(parts: Parts | None, *own: str) -> bool:
+    """Return whether labels are parts that deviate; None is the whole model."""
+    return parts is None or parts.chosen.issuperset(own)
 
 
 def attend(
@@ -108,8 +123,9 @@ def attend(
     if asked.get("softcap") is not None or asked.get("s_aux") is not None:
         raise ConfigError("rlite why knows no attention with soft caps or sinks; this run cannot be explained")
     setting, lengths, starts, see = _CURRENT.get()
-    get = (setting if setting.get("layer") in (None, module.layer_idx) else dict[str, Any]()).get
-    name, show = f"model.layers.{module.layer_idx}.", see or (lambda *_: None)
+    label, show = layer_label(module.layer_idx), see or (lambda *_: None)
+    get = (setting if is_meant(setting.get("layer"), label) else dict[str, Any]()).get
+    name = f"{label}."
     show(name + ROTATED, *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))
     if (cached := get("cached")) is not None:
         key, value = _rounded(key, *cached), _rounded(value, *cached)
@@ -152,19 +168,21 @@ class Reference:
         """saved step with the weights of an honest computation"""
 
     @torch.inference_mode()
-    def logits(self, setting: Setting, spans: Sequence[Span], see: See | None = None) -> tuple[Tensor, Tensor]:
-        """Return float32 logits [tokens, vocabulary] of the spans' tokens, and the tokens' ids [tokens].
+    def logits(
+        self, setting: Setting, spans: Sequence[Span], see: See | None = None
+    ) -> tuple[Tensor, list[tuple[Ids, Ids]]]:
+        """Return float32 logits [tokens, vocabulary] of the spans' tokens, and the ids before and of each span.
 
         Args:
             setting: how to compute.
             spans: the spans.
             see: called with the activations of the modules.
         """
+        pairs = [(setting.get("before", tuple)(span.before) or span.before[:1], span.ids) for span in spans]
         if "code" in setting:
             [logits] = (self.serve if setting["code"] == "engine" else self.train)(setting, spans)["logits"]
-            return logits.float(), torch.tensor([token for span in spans for token in span.ids])
+            return logits.float(), pairs
         self._load(setting)
-        pairs = [(setting.get("before", tuple)(span.before) or span.before[:1], span.ids) for span in spans]
         pairs = [setting["own"](*pair) if "own" in setting else pair for pair in pairs]
         tokens, lengths = padded([(*before, *own) for before, own in pairs])
         starts = torch.tensor([len(before) for before, _ in pairs])
@@ -180,14 +198,14 @@ class Reference:
         finally:
             _CURRENT.reset(mark)
         parts = [own[len(pair[0]) - 1 : sum(map(len, pair)) - 1] for own, pair in zip(logits, pairs, strict=True)]
-        return torch.cat(parts).float(), torch.tensor([token for _, own in pairs for token in own])
+        return torch.cat(parts).float(), pairs
 
     def weights(self, setting: Setting) -> dict[str, Tensor]:
         """Return the weights of a setting."""
         state, found = self._case.states[self.exact], dict[str, Tensor]()
         other, parts = self._case.states[setting.get("weights", self.exact)], setting.get("parts")
         for name, own in state.items():
-            if parts is None or {*labels(name)} <= parts.chosen:
+            if is_meant(parts, *labels(name)):
                 own = other[name].lerp(own, setting["amount"]) if "amount" in setting else other[name]
                 own = _rounded(own, *setting["stored"]) if "stored" in setting and own.dim() > 1 else own
             found[name] = own
@@ -204,7 +222,8 @@ class Reference:
     @contextmanager
     def _deviating(self, setting: Setting) -> Iterator[None]:
         """Change rotary frequencies and routers inside the block."""
-        blocks = [block for layer, block in self.mixtures.items() if setting.get("mixture") in (None, layer)]
+        meant = partial(is_meant, setting.get("mixture"))
+        blocks = [block for layer, block in self.mixtures.items() if meant(layer_label(layer))]
         children = [child for block in blocks for child in block.children()]
         size = self.shape.num_experts if self.shape else 0
         weights = [own for child in children for own in child.parameters(recurse=False) if len(own) == size]
@@ -212,10 +231,12 @@ class Reference:
         if "router" in setting:
             name, value = setting["router"]
             changes = [(part, name, value) for block in blocks for part in block.modules() if name in vars(part)]
-        for name, own in self.model.named_buffers() if "theta" in setting else ():
-            if name.endswith(".inv_freq"):
-                module, powers = self.model.get_submodule(name[: -len(".inv_freq")]), torch.linspace(0, 1, len(own) + 1)
-                changes.append((module, "inv_freq", own * setting["theta"] ** -powers[:-1]))
+        for module in self.model.modules() if {"theta", "rope"} & setting.keys() else ():
+            if "inv_freq" in module._buffers:
+                made = scaled(module, setting["rope"], setting["factor"]) if "rope" in setting else module
+                own, powers = made.inv_freq, torch.linspace(0, 1, len(made.inv_freq) + 1)
+                changes.append((module, "inv_freq", own * setting.get("theta", 1.0) ** -powers[:-1]))
+                changes.append((module, "attention_scaling", made.attention_scaling))
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         try:
             for change in changes:
@@ -342,18 +363,50 @@ def _rounded(values: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
     return (kept if dtype.is_floating_point else kept.round()).to(dtype).to(values.dtype) * scale
 
 
+def scaled(module: Any, kind: str, factor: float) -> Any:
+    """Return a module of rotary embeddings whose frequencies are scaled otherwise.
+
+    Args:
+        module: the module.
+        kind: the type.
+        factor: its factor.
+    """
+    config, given = copy.deepcopy(module.config), {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    given |= {"original_max_position_embeddings": config.max_position_embeddings, **config.rope_parameters}
+    config.rope_parameters = {**given, "rope_type": kind, "factor": factor}
+    return type(module)(config)
+
+
+def penalised(logits: Tensor, pairs: Sequence[tuple[Ids, Ids]], setting: Setting) -> Tensor:
+    """Return logits [tokens, vocabulary] less the penalties of a setting, for the ids before each token.
+
+    Args:
+        logits: logits.
+        pairs: the ids before and the own ids of each span.
+        setting: the setting.
+    """
+    size = logits.shape[-1]
+    made = [(own := F.one_hot(torch.tensor(ids), size)).cumsum(0) - own for _, ids in pairs]
+    seen = [own + torch.tensor(before).bincount(minlength=size) for own, (before, _) in zip(made, pairs, strict=True)]
+    by = setting.get("repetition", 1.0)
+    logits = logits.where(torch.cat(seen) == 0, torch.where(logits > 0, logits / by, logits * by))
+    answer = torch.cat(made)
+    return logits - setting.get("presence", 0.0) * (answer > 0) - setting.get("frequency", 0.0) * answer
+
+
 def label_logprobs(logits: Tensor, labels: Tensor, setting: Setting) -> Tensor:
     """Return the log-probabilities of labels [tokens] by logits [tokens, vocabulary], normalised over the kept ids.
 
     Args:
         logits: logits.
         labels: ids of the tokens.
-        setting: has temperature, top_p and top_k.
+        setting: has temperature, top_p and top_k, and perhaps min_p.
     """
     logprobs = (logits / setting["temperature"]).log_softmax(-1)
     own = logprobs.gather(1, labels[:, None])[:, 0]
-    if setting["top_p"] < 1 or setting["top_k"]:
+    if setting["top_p"] < 1 or setting["top_k"] or setting.get("min_p"):
         ranked = logprobs.sort(-1, descending=True).values[:, : setting["top_k"] or None]
         probs = ranked.softmax(-1)
-        own = own - ranked.masked_fill(probs.cumsum(-1) - probs >= setting["top_p"], float("-inf")).logsumexp(-1)
+        gone = (probs.cumsum(-1) - probs >= setting["top_p"]) | (probs < setting.get("min_p", 0.0) * probs[:, :1])
+        own = own - ranked.masked_fill(gone, float("-inf")).logsumexp(-1)
     return own
