@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,8 @@ from rlite.runtime.storage.atomic import FACTS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """PEFT's files"""
+MAX_JSON = 1 << 24
+"""bytes of a JSON file that are read: what follows in a larger one makes it unusable"""
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "lora_bias": False, "fan_in_fan_out": False}
 """values of PEFT's options that mean nothing but two factors beside a layer"""
@@ -93,11 +95,10 @@ class AdapterWeights:
             ConfigError: the adapter is more than two factors beside linear layers, such as DoRA.
         """
         try:
-            with reading(folder / CONFIG) as stream:
-                config = json.load(stream)
-            tensors = load_file(folder / WEIGHTS)
-            rank, alpha = int(config["r"]), float(config["lora_alpha"])
-            base = json.loads((folder / FACTS).read_text()).get("base", "") if (folder / FACTS).exists() else ""
+            config, facts = _mapping(folder / CONFIG), _mapping(folder / FACTS) if (folder / FACTS).exists() else {}
+            with reading(folder / WEIGHTS):  # else a pipe would be waited for
+                tensors = load_file(folder / WEIGHTS)
+            rank, alpha, base = int(config["r"]), float(config["lora_alpha"]), facts.get("base", "")
         except (OSError, SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{folder}: no usable adapter in PEFT's format: {error}") from error
         odd = [name for name, plain in _PLAIN.items() if config.get(name, plain) not in (plain, None)]
@@ -113,6 +114,11 @@ class AdapterWeights:
         if wrong := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
             raise CheckpointError(f"{folder}: the adapter is not finite: {wrong[0]} holds NaN or infinity")
         return cls(rank, alpha, pairs, str(base))
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    with reading(file) as stream:
+        return dict(json.loads(stream.read(MAX_JSON)))
 
 
 def probe_ids(vocab_size: int, max_model_len: int) -> list[int]:
