@@ -37,12 +37,17 @@ class Bomb:
         return os.system, (self.command,)
 
 
+def open_descriptors() -> list[int]:
+    """All of them: the program that asked may hold hundreds, and a process keeps the numbers that it is given."""
+    return sorted(map(int, os.listdir("/proc/self/fd")))
+
+
 def sockets() -> list[int]:
     """Descriptors that lead to other processes."""
     found = []
-    for descriptor in range(3, 256):
+    for descriptor in open_descriptors():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith(("socket:", "pipe:")):
+            if descriptor > 2 and os.readlink(f"/proc/self/fd/{descriptor}").startswith(("socket:", "pipe:")):
                 found.append(descriptor)
     return found
 
@@ -250,7 +255,7 @@ def count_secrets(parent: int) -> float:
 
 def count_descriptors(**call: Any) -> float:
     """Count open descriptors other than sockets, /dev/null, anonymous inodes, /proc, and sealed prints."""
-    links = {descriptor: os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in range(64) if _is_open(descriptor)}
+    links = {each: os.readlink(f"/proc/self/fd/{each}") for each in open_descriptors() if _is_open(each)}
     usual = ("socket:", "/dev/null", "anon_inode:", "/proc")
     others = [descriptor for descriptor, link in links.items() if not link.startswith(usual)]
     return float(sum(not (links[each].startswith("/memfd:rlite-prints") and _is_sealed(each)) for each in others))
