@@ -39,6 +39,7 @@ from rlite.rollout.rewards.models import check_scorer
 from rlite.rollout.rewards.options import SERVING, RewardOptions
 from rlite.runtime.parallel.dims import ParallelDims
 from rlite.runtime.parallel.fsdp import local_tensor, make_mesh, shard
+from rlite.runtime.parallel.processes import leave
 from rlite.runtime.parallel.tensor import check_heads, check_tensor_parallel, max_positions
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.model.modules import policy_module
@@ -284,7 +285,7 @@ def _pretended_group(world: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        leave()  # not of torch alone: its subgroups would be found again by the next plan
 
 
 def _savings(options: PlanConfig, module: Any, dims: ParallelDims) -> dict[str, str]:
