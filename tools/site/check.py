@@ -1,7 +1,7 @@
 """Check the built site: python -m tools.site.check
 
-No page loads anything from the network, links within the site lead to pages and anchors that exist, every public name
-of docs/interfaces.md has an entry, and search finds every page. Exit status 1 if something is wrong.
+Pages load nothing from the network and nothing that is missing, links within the site lead to pages and anchors,
+every public name of docs/interfaces.md has an entry, and search finds every page. Exit status 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def problems() -> Iterator[str]:
     for path, page in pages.items():
         name = path.relative_to(SITE)
         yield from (f"{name} loads {address} from the network" for address in page.loaded if is_remote(address))
+        yield from (f"{name} loads {each}: {why}" for each in page.loaded if (why := dead(path, each, pages)))
         yield from (f"{name} links to {link}: {why}" for link in page.links if (why := dead(path, link, pages)))
     for path in SITE.rglob("*.css"):
         found = re.findall(r"url\([\"']?(?:https?:)?//[^)]*|@import[^;]*//[^;]*", path.read_text(encoding="utf-8"))

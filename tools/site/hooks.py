@@ -1,11 +1,12 @@
 """Hooks of MkDocs: pages of the site that are made from other files, and links that leave the folder `docs`.
 
 Made are: one page for each public module of docs/interfaces.md, with the docstrings that mkdocstrings reads from the
-source; the part "Install" of the README; CONTRIBUTING.md, CHANGELOG.md and the recipes.
+source; the part "Install" of the README; the programs in examples; CONTRIBUTING.md, CHANGELOG.md and the recipes.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,18 @@ MAX_EXAMPLES = 4
 """pages with examples that the reference names for each public name"""
 BOOST = {"reference/": 0.4, "interfaces": 0.2, "changelog": 0.2, "contributing": 0.3, "recipes": 0.5, "learning": 0.3}
 """weight in search of pages, by the beginning of their names; others have 1"""
-BOOST |= {"environments-learning": 0.3, "architectures": 0.3, "gpu_rehearsal": 0.3, "coming-from": 0.5}
+BOOST |= {"environments-learning": 0.3, "architectures": 0.3, "gpu_rehearsal": 0.3, "coming-from": 0.5, "examples": 0.3}
 RECIPES = {path.parent.name: f"recipes/{path.parent.name}.md" for path in sorted(ROOT.glob("recipes/*/README.md"))}
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "recipes/README.md": "recipes.md"}
 """files outside of docs that are pages of the site"""
 PAGES |= {f"recipes/{name}/README.md": page for name, page in RECIPES.items()}
+EXAMPLES = {
+    path.relative_to(ROOT).as_posix(): f"examples.md#{path.relative_to(ROOT / 'examples').as_posix().replace('/', '-')}"
+    for folder in (".", "environments", "contracts", "callbacks", "control")
+    for path in sorted((ROOT / "examples" / folder).glob("*.py"))
+}
+"""programs that the page of examples shows, each with its place"""
+PROGRAM = re.compile(r"(?<!\[)`(examples/[\w/]+\.py)`")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -36,6 +44,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     install = "# Install\n" + readme.partition("\n## Install\n")[2].partition("\n## ")[0]
     made["install.md"] = mended(install, "README.md", "install.md")
+    made["examples.md"] = programs()
+    for picture in sorted(ROOT.glob("recipes/*/*.png")):
+        files.append(File.generated(config, f"recipes/{picture.name}", abs_src_path=str(picture)))
     for page, text in {**made, **reference()}.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -61,12 +72,30 @@ def mended(text: str, source: str, page: str) -> str:
         name = path.relative_to(ROOT).as_posix()
         if path.is_relative_to(DOCS) and source.startswith("docs/"):
             return match[0]
-        inside = name.removeprefix("docs/") if path.is_relative_to(DOCS) else PAGES.get(name)
+        inside = name.removeprefix("docs/") if path.is_relative_to(DOCS) else PAGES.get(name, EXAMPLES.get(name))
         if inside is not None:
             return f"[{words}]({'../' * page.count('/')}{inside}{anchor})"
         return f"[{words}]({repository()}/blob/main/{name})" if repository() else f"{words} (`{name}`)"
 
-    return LINK.sub(link, text)
+    def program(match: re.Match[str]) -> str:
+        place = EXAMPLES.get(match[1])
+        return f"[{match[0]}]({'../' * page.count('/')}{place})" if place else match[0]
+
+    fences = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
+    fences[::2] = [PROGRAM.sub(program, LINK.sub(link, part)) for part in fences[::2]]
+    return "".join(fences)
+
+
+def programs() -> str:
+    """Return the page of the examples: what each program says of itself, and the program."""
+    parts = ["# Examples\n\nPrograms to copy. The package does not hold them; each is whole as it stands here.\n"]
+    for name, place in EXAMPLES.items():
+        told, source = "", (ROOT / name).read_text(encoding="utf-8")
+        if (docstring := ast.get_docstring(ast.parse(source))) is not None:
+            told = docstring.partition("\n")[0]
+            source = source[source.index('"""', 3) + 3 :].lstrip("\n") if source.startswith('"""') else source
+        parts.append(f"## {name} {{#{place.partition('#')[2]}}}\n\n{told}\n\n```python\n{source.rstrip()}\n```\n")
+    return "\n".join(parts)
 
 
 def repository() -> str:
