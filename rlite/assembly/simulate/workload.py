@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +33,23 @@ PHASES = ("seconds", "seconds_rollout", "seconds_sync")
 NUMBERS = ("reward", "prompt_tokens", "response_tokens", "version_min", "version_max", "ended", "seconds_generate")
 RESTS = ("seconds_environment", "seconds_reward")
 TRAINED = ("trained", "skipped")
+OVERHEADS = (0, 1, 2, 4, 8, 16)
+"""tokens whose time a request may take beside its own: it waits until the steps that are under way end"""
 NUM_DRAWN = 4096
 """groups and steps that are made of distributions"""
 Rows = Mapping[str, np.ndarray]
+
+
+class Speed(NamedTuple):
+    """A sequence takes token (tokens + overhead) (1 + slowdown (n - 1)) + constant, with n sequences on its replica."""
+
+    token: float = 1.0
+    """seconds of a token alone"""
+    slowdown: float = 0.0
+    overhead: float = 0.0
+    """tokens"""
+    constant: float = 0.0
+    """seconds"""
 
 
 def read_run(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Rows, list[dict[str, float]]]:
@@ -110,7 +124,7 @@ def make_workload(options: SimulateConfig) -> Workload:
     """
     rng, notes = random.Random(options.seed), list[str]()
     config: dict[str, Any] = {}
-    templates, alone, slowdown = [Template([Sample(1.0, 0.0, 1.0)])] * NUM_DRAWN, 1.0, 0.0
+    templates, speed = [Template([Sample(1.0, 0.0, 1.0)])] * NUM_DRAWN, Speed()
     steps = [Step(0.0, 0.0, 0.0, 0.0)] * NUM_DRAWN
     if options.run is not None:
         config, rows, metrics = read_run(Path(options.run).expanduser(), notes)
@@ -120,7 +134,7 @@ def make_workload(options: SimulateConfig) -> Workload:
     devices = _devices(own, "rollout.num_devices") or (_devices(config, "num_devices") or 2 * limits.tp_size) // 2
     if options.run is not None:
         syncing = fmean(row["seconds_sync"] for row in metrics)
-        templates, alone, slowdown = recorded_groups(rows, max(1, devices // limits.tp_size), syncing, notes)
+        templates, speed = recorded_groups(rows, max(1, devices // limits.tp_size), syncing, notes)
         steps = recorded_steps(rows, metrics, notes)
     num_replicas = max(1, round(options.draw("rollout_devices")(rng, devices) / limits.tp_size))
     if num_replicas > MAX_SIZE:
@@ -129,20 +143,20 @@ def make_workload(options: SimulateConfig) -> Workload:
         raise ConfigError(f"loss_of_replicas={options.loss_of_replicas}: all {num_replicas} replicas would be lost")
     size, update, sync = sizes.responses_per_prompt, options.draw("seconds_update"), options.draw("seconds_sync")
     return Workload(
-        templates=[_changed(template, options, size, alone, rng) for template in templates],
+        templates=[_changed(template, options, size, speed, rng) for template in templates],
         steps=[each._replace(learn=update(rng, each.learn), sync=sync(rng, each.sync)) for each in steps],
         limits=limits,
         batch_size=sizes.prompts_per_rollout or max(1, len(templates) // len(steps)),
         num_replicas=num_replicas,
         num_lost=num_lost,
-        slowdown=slowdown if options.slowdown is None else options.slowdown,
+        slowdown=speed.slowdown if options.slowdown is None else options.slowdown,
         token_share=share_of_tokens(steps),
         notes=notes,
     )
 
 
 def _changed(
-    template: Template, options: SimulateConfig, size: int | None, alone: float, rng: random.Random
+    template: Template, options: SimulateConfig, size: int | None, speed: Speed, rng: random.Random
 ) -> Template:
     """Return a group with another size, other lengths, speeds and failures, as the options say."""
     samples, lengths, speeds = template.samples, options.draw("lengths"), options.draw("seconds_per_token")
@@ -150,8 +164,10 @@ def _changed(
         samples = rng.choices(samples, k=size)
     made = []
     for sample in samples:
-        tokens = lengths(rng, own := sample.work / alone)
-        made.append(Sample(tokens * speeds(rng, alone), sample.rest, max(0.0, sample.tokens + tokens - own)))
+        own = max(0.0, sample.work / speed.token - speed.overhead)
+        tokens = lengths(rng, own)
+        work = (tokens + speed.overhead) * speeds(rng, speed.token)
+        made.append(Sample(work, sample.rest, max(0.0, sample.tokens + tokens - own)))
     loss, is_refused = template.loss, template.loss == NOT_ACCEPTED.reason
     chance = options.draw("failures")(rng, float(bool(loss) and not is_refused))
     return Template(made, loss if is_refused else (loss or "failed") if rng.random() < chance else "")
@@ -159,8 +175,8 @@ def _changed(
 
 def recorded_groups(
     rows: Rows, num_replicas: int, syncing: float, notes: list[str]
-) -> tuple[list[Template], float, float]:
-    """Return the groups with the seconds that they need alone, seconds of a token alone, and the slowdown.
+) -> tuple[list[Template], Speed]:
+    """Return the groups with the seconds that they need alone, and the speed of their replicas.
 
     A group that was too old, or under way at the end, has not shown how long it takes. A group that took at least as
     long as it takes its place (the estimator of Kaplan and Meier).
@@ -178,8 +194,8 @@ def recorded_groups(
     ended, seconds = rows["ended"] - rest, rows["seconds_generate"]
     beside = np.maximum(overlaps(ended - seconds, ended) / num_replicas, 1.0)
     seconds = np.maximum(seconds - np.maximum(rows["version_max"] - rows["version_min"], 0) * syncing, 0.1 * seconds)
-    alone, slowdown, constant = fit_speed(seconds, tokens, beside, notes)
-    rest, works = rest + constant, np.maximum(seconds - constant, 0.0) / (1 + slowdown * (beside - 1))
+    speed = fit_speed(seconds, tokens, beside, notes)
+    rest, works = rest + speed.constant, np.maximum(seconds - speed.constant, 0.0) / (1 + speed.slowdown * (beside - 1))
     groups, found, cut = defaultdict[int, list[int]](list), list[Template](), list[int]()
     for place, number in enumerate(rows["group"].tolist()):
         groups[number].append(place)
@@ -199,7 +215,7 @@ def recorded_groups(
         first = min(bisect_left(longest, _longest(found[place])), len(whole) - 1)
         found[place] = whole[rng.randrange(first, len(whole))]
     notes += [f"{len(cut)} of {len(found)} groups were cut off: others as long took their place"] if cut else []
-    return found, alone, slowdown
+    return found, speed
 
 
 def _longest(group: Template) -> float:
@@ -224,10 +240,8 @@ def overlaps(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
     return (opened(ended) - opened(began)) / np.maximum(ended - began, 1e-9)
 
 
-def fit_speed(
-    seconds: np.ndarray, tokens: np.ndarray, beside: np.ndarray, notes: list[str]
-) -> tuple[float, float, float]:
-    """Return a, b and c by least squares: seconds = a tokens (1 + b (n - 1)) + c for n sequences on the replica.
+def fit_speed(seconds: np.ndarray, tokens: np.ndarray, beside: np.ndarray, notes: list[str]) -> Speed:
+    """Return the speed of replicas by least squares: the simplest law that explains as much as the others.
 
     Args:
         seconds: of each sequence [N].
@@ -235,19 +249,20 @@ def fit_speed(
         beside: mean number of sequences on its replica meanwhile [N].
         notes: takes what could not be measured.
     """
-    columns = np.stack([tokens, tokens * (beside - 1), np.ones_like(tokens)], 1)
-    weights, best, chosen = 1 / np.sqrt(np.maximum(tokens, 1.0)), math.inf, np.array([1.0, 0.0, 0.0])
-    for used in ([0], [0, 2], [0, 1], [0, 1, 2], [1], [1, 2]):  # the simplest that explains as much as the others
-        found, *_ = np.linalg.lstsq(columns[:, used] * weights[:, None], seconds * weights, rcond=None)
-        left = float((((seconds - columns[:, used] @ found) * weights) ** 2).sum())
-        if left < BETTER * best and min(found) >= 0:
-            best, chosen = left, np.zeros(3)
-            chosen[used] = found
+    weights, best, chosen = 1 / np.sqrt(np.maximum(tokens, 1.0)), math.inf, Speed()
+    for overhead in OVERHEADS:
+        counted = tokens + overhead
+        columns = np.stack([counted, counted * (beside - 1), np.ones_like(counted)], 1)
+        for used in ([0], [0, 2], [0, 1], [0, 1, 2], [1], [1, 2]):
+            found, *_ = np.linalg.lstsq(columns[:, used] * weights[:, None], seconds * weights, rcond=None)
+            left = float((((seconds - columns[:, used] @ found) * weights) ** 2).sum())
+            if left < BETTER * best and min(found) >= 0:
+                a, b, c = np.bincount(used, found, minlength=3).tolist()
+                best, chosen = left, Speed(a or b or 1.0, b / a if a else 1.0 if b else 0.0, overhead, c)
     if beside.std() < MIN_SPREAD * beside.mean():
         told = f"there were always about {beside.mean():.3g} sequences on a replica, so that their effect on each other"
         notes.append(f"{told} is not known well; slowdown=SHARE sets it")
-    a, b, c = chosen.tolist()
-    return (a, b / a, c) if a else (b or 1.0, 1.0, c)
+    return chosen
 
 
 def recorded_steps(rows: Rows, metrics: Sequence[Mapping[str, float]], notes: list[str]) -> list[Step]:
