@@ -27,29 +27,31 @@ WARM_UP = 3
 """first steps of a run that are left out, if it has as many more"""
 MIN_SPREAD = 0.05
 """relative spread of a number from which its effect is measured"""
-BETTER = 0.98
+BETTER = 0.9999
 """squared error of a law of generation, relative to that of a simpler one, below which it is chosen"""
 PHASES = ("seconds", "seconds_rollout", "seconds_sync")
 NUMBERS = ("reward", "prompt_tokens", "response_tokens", "version_min", "version_max", "ended", "seconds_generate")
 RESTS = ("seconds_environment", "seconds_reward")
 TRAINED = ("trained", "skipped")
-OVERHEADS = (0, 1, 2, 4, 8, 16)
-"""tokens whose time a request may take beside its own: it waits until the steps that are under way end"""
+SLOWDOWNS = [0.0, *np.geomspace(0.01, 10, 31).tolist()]
+"""slowdowns that are tried; with more, a sequence's time is proportional to the number on its replica"""
 NUM_DRAWN = 4096
 """groups and steps that are made of distributions"""
 Rows = Mapping[str, np.ndarray]
 
 
 class Speed(NamedTuple):
-    """A sequence takes token (tokens + overhead) (1 + slowdown (n - 1)) + constant, with n sequences on its replica."""
+    """A sequence takes (token tokens + start) (1 + slowdown (n - 1)) seconds if its replica has n sequences.
+
+    The start grows with n, too: prompts that come together are read together, and a request waits until the steps under
+    way have ended.
+    """
 
     token: float = 1.0
     """seconds of a token alone"""
+    start: float = 0.0
+    """seconds of a request beside its tokens, alone"""
     slowdown: float = 0.0
-    overhead: float = 0.0
-    """tokens"""
-    constant: float = 0.0
-    """seconds"""
 
 
 def read_run(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Rows, list[dict[str, float]]]:
@@ -164,18 +166,16 @@ def _changed(
         samples = rng.choices(samples, k=size)
     made = []
     for sample in samples:
-        own = max(0.0, sample.work / speed.token - speed.overhead)
+        own = max(0.0, sample.work - speed.start) / speed.token
         tokens = lengths(rng, own)
-        work = (tokens + speed.overhead) * speeds(rng, speed.token)
+        work = tokens * speeds(rng, speed.token) + speed.start
         made.append(Sample(work, sample.rest, max(0.0, sample.tokens + tokens - own)))
     loss, is_refused = template.loss, template.loss == NOT_ACCEPTED.reason
     chance = options.draw("failures")(rng, float(bool(loss) and not is_refused))
     return Template(made, loss if is_refused else (loss or "failed") if rng.random() < chance else "")
 
 
-def recorded_groups(
-    rows: Rows, num_replicas: int, syncing: float, notes: list[str]
-) -> tuple[list[Template], Speed]:
+def recorded_groups(rows: Rows, num_replicas: int, syncing: float, notes: list[str]) -> tuple[list[Template], Speed]:
     """Return the groups with the seconds that they need alone, and the speed of their replicas.
 
     A group that was too old, or under way at the end, has not shown how long it takes. A group that took at least as
@@ -195,7 +195,7 @@ def recorded_groups(
     beside = np.maximum(overlaps(ended - seconds, ended) / num_replicas, 1.0)
     seconds = np.maximum(seconds - np.maximum(rows["version_max"] - rows["version_min"], 0) * syncing, 0.1 * seconds)
     speed = fit_speed(seconds, tokens, beside, notes)
-    rest, works = rest + speed.constant, np.maximum(seconds - speed.constant, 0.0) / (1 + speed.slowdown * (beside - 1))
+    works = seconds / (1 + speed.slowdown * (beside - 1))
     groups, found, cut = defaultdict[int, list[int]](list), list[Template](), list[int]()
     for place, number in enumerate(rows["group"].tolist()):
         groups[number].append(place)
@@ -249,16 +249,15 @@ def fit_speed(seconds: np.ndarray, tokens: np.ndarray, beside: np.ndarray, notes
         beside: mean number of sequences on its replica meanwhile [N].
         notes: takes what could not be measured.
     """
-    weights, best, chosen = 1 / np.sqrt(np.maximum(tokens, 1.0)), math.inf, Speed()
-    for overhead in OVERHEADS:
-        counted = tokens + overhead
-        columns = np.stack([counted, counted * (beside - 1), np.ones_like(counted)], 1)
-        for used in ([0], [0, 2], [0, 1], [0, 1, 2], [1], [1, 2]):
-            found, *_ = np.linalg.lstsq(columns[:, used] * weights[:, None], seconds * weights, rcond=None)
-            left = float((((seconds - columns[:, used] @ found) * weights) ** 2).sum())
-            if left < BETTER * best and min(found) >= 0:
-                a, b, c = np.bincount(used, found, minlength=3).tolist()
-                best, chosen = left, Speed(a or b or 1.0, b / a if a else 1.0 if b else 0.0, overhead, c)
+    best, chosen, rounding = math.inf, Speed(), 1e-9 * float((seconds**2).sum())
+    for slowdown in SLOWDOWNS:
+        shares = 1 + slowdown * (beside - 1)
+        columns = np.stack([tokens * shares, shares], 1)
+        for used in (columns[:, :1], columns):
+            found, *_ = np.linalg.lstsq(used, seconds, rcond=None)
+            left = max(float(((seconds - used @ found) ** 2).sum()), rounding)
+            if min(found) >= 0 and left < BETTER * best:
+                best, chosen = left, Speed(float(found[0]), float(found[1:].sum()), slowdown)
     if beside.std() < MIN_SPREAD * beside.mean():
         told = f"there were always about {beside.mean():.3g} sequences on a replica, so that their effect on each other"
         notes.append(f"{told} is not known well; slowdown=SHARE sets it")
@@ -295,10 +294,15 @@ def recorded_steps(rows: Rows, metrics: Sequence[Mapping[str, float]], notes: li
 
 
 def share_of_tokens(steps: Sequence[Step]) -> float:
-    """Return the share of the learning time that grows with the tokens of a batch; 0 if the run does not show it."""
+    """Return the share of the learning time that grows with the tokens of a batch; 0 if all batches have as many.
+
+    It is the median slope of all pairs of steps (Theil and Sen): a step that other programs slow down does not turn it.
+    """
     tokens, seconds = np.array([step.tokens for step in steps]), np.array([step.learn for step in steps])
-    if tokens.std() < MIN_SPREAD * tokens.mean() or seconds.std() == 0:
+    first, second = np.triu_indices(len(steps), 1)
+    more = tokens[second] - tokens[first]
+    apart = abs(more) > MIN_SPREAD * tokens.mean()
+    if not apart.any() or np.median(seconds) <= 0:
         return 0.0
-    is_shown = np.corrcoef(tokens, seconds)[0, 1] > 2 / math.sqrt(len(steps))
-    slope = np.polyfit(tokens, seconds, 1)[0] * tokens.mean() / seconds.mean() if is_shown else 0.0
-    return float(np.clip(slope, 0.0, 1.0))
+    slope = np.median((seconds[second] - seconds[first])[apart] / more[apart])
+    return float(np.clip(slope * tokens.mean() / np.median(seconds), 0.0, 1.0))

@@ -15,7 +15,8 @@ import yaml
 from rlite import config
 from rlite.assembly.simulate.command import main, simulate
 from rlite.assembly.simulate.options import SimulateConfig, amount
-from rlite.assembly.simulate.workload import fit_speed, overlaps
+from rlite.assembly.simulate.simulation import Step
+from rlite.assembly.simulate.workload import fit_speed, overlaps, share_of_tokens
 from rlite.errors import ConfigError, DataError
 from tests.recorded_run import Shape, write_run
 
@@ -120,11 +121,24 @@ def test_speed_of_a_replica_is_found_from_its_sequences() -> None:
     rng = random.Random(0)
     tokens = np.array([rng.lognormvariate(4, 0.7) for _ in range(2000)])
     beside = np.array([rng.uniform(1, 9) for _ in range(2000)])
-    seconds = 0.02 * tokens * (1 + 0.05 * (beside - 1)) + 0.3
-    assert fit_speed(seconds, tokens, beside, []) == pytest.approx((0.02, 0.05, 0.3), rel=1e-6)
+    for token, start, slowdown in ((0.02, 0.0, 0.06), (0.02, 0.3, 0.06), (0.02, 0.3, 0.0), (0.001, 0.02, 1.0)):
+        seconds = (token * tokens + start) * (1 + slowdown * (beside - 1))
+        found = fit_speed(seconds, tokens, beside, [])
+        many = (found.token * 50 + found.start) * (1 + found.slowdown * 7)
+        assert many == pytest.approx((token * 50 + start) * (1 + slowdown * 7), rel=0.01)
+        assert found.slowdown == pytest.approx(slowdown, rel=0.15)
+        assert found.start == pytest.approx(start, rel=0.15, abs=1e-3)
     notes: list[str] = []
-    assert fit_speed(seconds, tokens, np.full(2000, 5.0), notes)[1] <= 0.06
+    assert fit_speed(0.02 * tokens, tokens, np.full(2000, 5.0), notes).slowdown == 0
     assert "slowdown=SHARE" in notes[0]
+
+
+def test_learning_that_grows_with_tokens_is_found_beside_steps_that_others_slowed_down() -> None:
+    rng = random.Random(0)
+    tokens = [rng.uniform(500, 1500) for _ in range(60)]
+    steps = [Step(1.0 + 0.003 * own + 20.0 * (place % 9 == 0), 0.0, 0.0, own) for place, own in enumerate(tokens)]
+    assert share_of_tokens(steps) == pytest.approx(0.75, abs=0.03)
+    assert share_of_tokens([step._replace(tokens=1000.0) for step in steps]) == 0.0
 
 
 def test_overlaps_count_each_span_itself() -> None:
