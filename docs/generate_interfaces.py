@@ -98,23 +98,24 @@ def entry(name: str, value: Any, kind: str = "") -> str:
     return f"- {kind}`{name}{arguments(value)}`{what}"
 
 
-def methods(cls: type) -> list[str]:
-    """Lines of the public methods and properties that rlite's own classes define."""
+def members(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties that rlite's own classes define."""
     if issubclass(cls, BaseException | Enum | pydantic.BaseModel):
-        return []
+        return
     own = [base for base in cls.__mro__ if base.__module__.startswith("rlite.")]
     names = {name: None for base in own for name in vars(base) if not name.startswith("_")}
     fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
-    lines = []
     for name in sorted(names.keys() - fields):
         value = inspect.getattr_static(cls, name)
         if isinstance(value, classmethod | staticmethod):
             value = value.__func__
-        if isinstance(value, property | functools.cached_property):
-            lines.append(f"  {entry(name, value, 'property ')}")
-        elif inspect.isfunction(value):
-            lines.append(f"  {entry(name, value)}")
-    return lines
+        if isinstance(value, property | functools.cached_property) or inspect.isfunction(value):
+            yield name, value
+
+
+def methods(cls: type) -> list[str]:
+    """Lines of the members of a class."""
+    return [f"  {entry(name, value, '' if inspect.isfunction(value) else 'property ')}" for name, value in members(cls)]
 
 
 def arguments(value: Any) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+
+from docs import generate_interfaces
 
 ROOT = Path(__file__).parents[2]
 VAGUE = ("As", "How", "Its", "Of", "That", "Those", "What", "Where", "Whether", "Which")
@@ -63,21 +66,58 @@ def test_descriptions_of_constants_and_fields_begin_with_a_noun() -> None:
     assert vague == []
 
 
-def test_public_functions_of_several_parameters_say_what_their_arguments_are() -> None:
-    def parameters(function: Function) -> list[str]:
-        given = function.args
-        named = [argument.arg for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
-        return [name for name in named if name not in ("self", "cls")]
+def public_functions() -> Iterator[tuple[str, Function, str]]:
+    """Yield the place, the tree and the docstring of every function and method that docs/interfaces.md lists."""
+    public = set()
+    for module in generate_interfaces.MODULES:
+        for name, value in generate_interfaces.public_names(module):
+            members = list(generate_interfaces.members(value)) if inspect.isclass(value) else [(name, value)]
+            functions = [inspect.unwrap(member) for _, member in members if inspect.isfunction(member)]
+            public |= {(function.__code__.co_filename, function.__code__.co_firstlineno) for function in functions}
+    for path in checked_files():
+        for node, text in documented(path):
+            first = min(each.lineno for each in [node, *node.decorator_list]) if isinstance(node, Function) else 0
+            if (str(path), first) in public:
+                assert isinstance(node, Function)
+                yield place(path, node), node, text
 
-    silent = [
-        place(path, node)
-        for path in checked_files()
-        for node, text in documented(path)
-        if isinstance(node, Function) and not node.name.startswith("_")
-        if len(parameters(node)) >= MIN_PARAMETERS and "Args:" not in text
-        if not any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)  # a sentence gives the shapes
+
+def own_nodes(function: Function) -> Iterator[ast.AST]:
+    """Yield the nodes of a function without the functions inside of it."""
+    pending: list[ast.AST] = [*function.body]
+    while pending:
+        yield (node := pending.pop())
+        pending += [
+            child for child in ast.iter_child_nodes(node) if not isinstance(child, Function | ast.ClassDef | ast.Lambda)
+        ]
+
+
+def missing_sections(function: Function, text: str) -> list[str]:
+    """Return the sections of Google's style that a docstring lacks, and the exceptions that it does not name."""
+    given = function.args
+    parameters = [each.arg for each in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
+    nodes = list(own_nodes(function))
+    raised = [
+        node.exc.func.id
+        for node in nodes
+        if isinstance(node, ast.Raise)
+        if isinstance(node.exc, ast.Call)
+        if isinstance(node.exc.func, ast.Name) and node.exc.func.id[0].isupper()
     ]
-    assert silent == []
+    result = ast.unparse(function.returns) if function.returns else "None"
+    has_result = result not in ("None", "Iterator[None]") and not result.endswith(
+        "Builder"
+    )  # whose methods are chained
+    is_told = any(word in text for word in ("Return ", "Yield ", "Returns:", "Yields:"))
+    missing = ["Args"] if len({*parameters} - {"self", "cls"}) >= MIN_PARAMETERS and "Args:" not in text else []
+    missing += ["Returns"] if has_result and not is_told else []
+    return missing + [name for name in dict.fromkeys(raised) if name not in text]
+
+
+def test_public_names_have_sections_in_googles_style() -> None:
+    """Inner names have a sentence, and shapes and units if the code does not say them."""
+    missing = {place: found for place, tree, text in public_functions() if (found := missing_sections(tree, text))}
+    assert missing == {}
 
 
 def test_a_violation_would_be_found(tmp_path: Path) -> None:
@@ -86,7 +126,7 @@ def test_a_violation_would_be_found(tmp_path: Path) -> None:
     [(node, text)] = documented(module)
     assert isinstance(node, Function)
     assert is_vague(text)
-    assert "Args:" not in text
+    assert missing_sections(node, text) == ["Args"]
     module.write_text('class Wait:\n    seconds: float = 1.0\n    """how long to wait"""\n')
     [(assignment, text)] = described(module)
     assert assignment.lineno == 2
