@@ -36,10 +36,7 @@ class TaughtLogprobs(TokenLogprobs):
     def of(cls, tokens: TokenLogprobs, divergence: Tensor, is_fixed: bool = False) -> TaughtLogprobs:
         """Return the values of `tokens` and their divergences.
 
-        Args:
-            tokens: log-probabilities and entropies, `[T]`.
-            divergence: divergences, `[T]`.
-            is_fixed: true leaves the log-probabilities of the sampled distribution without a gradient.
+        `tokens`: log-probabilities and entropies, `[T]`. `divergence`: divergences, `[T]`.
         """
         logprobs = tokens.logprobs.detach() if is_fixed else tokens.logprobs
         made = cls(logprobs, tokens.entropy, tokens.full_logprobs)
@@ -86,10 +83,7 @@ class Terms(NamedTuple):
 def terms(log_s: Values, log_t: Values, beta: float) -> Terms:
     """Return the terms of a divergence.
 
-    Args:
-        log_s: log-probabilities of the student.
-        log_t: log-probabilities of the teacher, of the same shape.
-        beta: see `Divergence`.
+    `log_t`: log-probabilities of the teacher, of the same shape.
     """
     log_s, log_t = log_s.clamp(min=LEAST), log_t.clamp(min=LEAST)
     gap = log_t - log_s
@@ -128,10 +122,7 @@ class Bucketed(NamedTuple):
 def bucketed(log_s: Float[Tensor, "rows k"], log_t: Float[Tensor, "rows k"], beta: float) -> Bucketed:
     """Return the divergence over the given tokens and one bucket for the rest.
 
-    Args:
-        log_s: log-probabilities of the student, `[rows, k]`; -inf is no token.
-        log_t: log-probabilities of the teacher.
-        beta: see `Divergence`.
+    `log_s`: log-probabilities of the student, `[rows, k]`; -inf is no token.
     """
     log_s, log_t = (torch.cat([x, _log_rest(x)], dim=-1).clamp(min=LEAST) for x in (log_s, log_t))
     values, weights = terms(log_s, log_t, beta)

@@ -34,10 +34,7 @@ class KeptIds:
     def of(cls, rows: Tensor, ids: Tensor, num_rows: int) -> KeptIds:
         """Return the pairs sorted by id.
 
-        Args:
-            rows: the row of each pair, `[pairs]`.
-            ids: the token id of each pair, `[pairs]`. No pair occurs twice.
-            num_rows: number of rows of the logits.
+        `rows`: the row of each pair, `[pairs]`. `ids`: the token id of each pair, `[pairs]`. No pair occurs twice.
         """
         ids, order = ids.long().sort(stable=True)
         return cls(rows[order], ids, num_rows)
@@ -46,11 +43,8 @@ class KeptIds:
     def of_pack(cls, data: Mapping[str, Any]) -> KeptIds | None:
         """Return the kept ids of the tokens of a pack, at the positions that predict the tokens.
 
-        Args:
-            data: the pack. Without `kept_counts`, nothing was truncated.
-
-        Returns:
-            The kept ids; None if every token was drawn from the whole vocabulary.
+        `data`: the pack. Without `kept_counts`, nothing was truncated. Returns the kept ids; None if every token was
+        drawn from the whole vocabulary.
         """
         if "kept_counts" not in data or not len(data["kept_ids"]):
             return None
@@ -61,8 +55,7 @@ class KeptIds:
     def select(self, chosen: Int[Tensor, " chosen"]) -> KeptIds:
         """Return the kept ids of some rows, renumbered.
 
-        Args:
-            chosen: the number of each chosen row, each at most once; -1 is a row that keeps the vocabulary.
+        `chosen`: the number of each chosen row, each at most once; -1 is a row that keeps the vocabulary.
         """
         place = self.rows.new_full((self.num_rows + 1,), -1)
         place[chosen] = torch.arange(len(chosen), device=chosen.device)
@@ -75,19 +68,11 @@ class KeptIds:
         return torch.zeros(self.num_rows, dtype=torch.bool, device=self.rows.device).index_fill(0, self.rows, True)
 
     def spans(self, bounds: Int[Tensor, " blocks_and_one"]) -> list[tuple[int, int]]:
-        """Return for each block of the vocabulary the first and the last pair with an id in it, as a half-open range.
-
-        Args:
-            bounds: the first id of each block, and the end of the last one.
-        """
+        """Return for each block of the vocabulary the half-open range of the pairs with an id in it."""
         return list(pairwise(torch.searchsorted(self.ids, bounds.to(self.ids.device)).tolist()))
 
     def log_sums(self, x: Float[Tensor, " pairs"]) -> Float[Tensor, " rows"]:
-        """Return log sum_{v in S} exp(x_v) of each row in float64; meaningless for a row without kept ids.
-
-        Args:
-            x: logits / temperature of each pair.
-        """
+        """Return log sum_{v in S} exp(x_v) of each row in float64; meaningless for a row without kept ids."""
         x = x.double()
         greatest = x.new_full((self.num_rows,), torch.finfo(x.dtype).min)
         greatest = greatest.scatter_reduce(0, self.rows, x.detach(), "amax")
@@ -104,12 +89,8 @@ def kept_logprobs(
 ) -> Float[Tensor, " rows"]:
     """Return log q(label) of rows with kept ids, and their log-probability in the whole vocabulary of other rows.
 
-    Args:
-        logits: `[rows, vocabulary]`.
-        labels: token ids, `[rows]`; each is among the kept ids of its row.
-        temperature: divisor of the logits.
-        kept: the kept ids.
-        whole: log-probabilities in the whole vocabulary, `[rows]`; they give the result its dtype.
+    `logits`: `[rows, vocabulary]`. `labels`: token ids, `[rows]`; each is among the kept ids of its row. `whole`:
+    log-probabilities in the whole vocabulary, `[rows]`; they give the result its dtype.
     """
 
     def scaled(x: Tensor) -> Tensor:

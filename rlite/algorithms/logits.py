@@ -142,13 +142,8 @@ class _GatherLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the labels' log-probabilities, and the entropies.
 
-        Args:
-            ctx: context of the backward pass.
-            logits: logits, `[T, V]` or `[B, L, V]`.
-            labels: token ids, counted from the first column of `logits`, `[T]` or `[B, L]`.
-            temperature: divisor of the logits.
-            chunk_size: rows per chunk.
-            group: ranks that share the vocabulary.
+        `logits`: logits, `[T, V]` or `[B, L, V]`. `labels`: token ids, counted from the first column of `logits`, `[T]`
+        or `[B, L]`.
         """
         flat_labels = labels.reshape(-1)
         statistics = no_statistics(flat_labels, torch.promote_types(logits.dtype, torch.float32))
@@ -167,10 +162,8 @@ class _GatherLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient with respect to the logits, and None for the other arguments.
 
-        Args:
-            ctx: context of the forward pass.
-            grad_logprobs: gradient with respect to the log-probabilities; None if they were not used.
-            grad_entropies: gradient with respect to the entropies; None if they were not used.
+        `grad_logprobs`: gradient with respect to the log-probabilities; None if they were not used. `grad_entropies`:
+        gradient with respect to the entropies; None if they were not used.
         """
         logits, labels, log_sums, entropies = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -49,10 +49,8 @@ class TokenLogprobs(_Pair):
     def __new__(cls, logprobs: Tensor, entropy: Tensor, full_logprobs: Tensor | None = None) -> Self:
         """Return the pair (logprobs, entropy), with `full_logprobs` as an attribute.
 
-        Args:
-            logprobs: log-probabilities, `[T]`.
-            entropy: entropies, `[T]`.
-            full_logprobs: log-probabilities in the whole vocabulary, `[T]`; None if they are the same.
+        `logprobs`: log-probabilities, `[T]`. `entropy`: entropies, `[T]`. `full_logprobs`: log-probabilities in the
+        whole vocabulary, `[T]`; None if they are the same.
         """
         self = super().__new__(cls, logprobs, entropy)
         self._full = full_logprobs
@@ -80,9 +78,7 @@ class OnLogprobs(ABC):
     def __call__(self, tokens: TokenLogprobs, data: dict[str, Any]) -> Any:
         """Return the result of a loss_fn or post_hook.
 
-        Args:
-            tokens: log-probabilities and entropies, `[T]`.
-            data: the pack's keys.
+        `tokens`: log-probabilities and entropies, `[T]`.
         """
 
     def positions(self, data: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
@@ -142,11 +138,7 @@ def previous_token(
 
 
 def check_temperature(temperature: float) -> float:
-    """Return the temperature.
-
-    Raises:
-        ConfigError: the temperature is not positive.
-    """
+    """Return the temperature."""
     if not temperature > 0:
         raise ConfigError(f"temperature={temperature}: expected a positive number (greedy sampling has temperature 1)")
     return float(temperature)
@@ -165,10 +157,8 @@ _LEAST = -1e4
 def block_statistics(logits: Block, labels: Int[Tensor, " rows"], temperature: float) -> Statistics:
     """Return m, s, t and x_l of a block of columns, in float32 (float64 for float64 logits).
 
-    Args:
-        logits: a block of columns, `[rows, columns]`.
-        labels: token ids, counted from the block's first column, `[rows]`. x_l is -inf for a label in another block.
-        temperature: divisor of the logits.
+    `logits`: a block of columns, `[rows, columns]`. `labels`: token ids, counted from the block's first column,
+    `[rows]`. x_l is -inf for a label in another block.
     """
     x = scaled(logits, temperature)
     if x.shape[-1] == 0:
@@ -212,14 +202,10 @@ def block_gradient(
 ) -> Block:
     """Return the gradient with respect to a block of logits, in the dtype of its statistics.
 
-    Args:
-        logits: a block of columns, `[rows, columns]`.
-        labels: token ids, counted from the block's first column, `[rows]`.
-        temperature: divisor of the logits.
-        log_sums: log sum_v exp(x_v) over all columns, `[rows]`.
-        entropies: H of the rows, `[rows]`.
-        grad_logprobs: gradient with respect to log p_l, `[rows]`.
-        grad_entropies: gradient with respect to H, `[rows]`; None is 0.
+    `logits`: a block of columns, `[rows, columns]`. `labels`: token ids, counted from the block's first column,
+    `[rows]`. `log_sums`: log sum_v exp(x_v) over all columns, `[rows]`. `entropies`: H of the rows, `[rows]`.
+    `grad_logprobs`: gradient with respect to log p_l, `[rows]`. `grad_entropies`: gradient with respect to H, `[rows]`;
+    None is 0.
     """
     grad_logprobs = grad_logprobs[:, None] / temperature
     log_p = (scaled(logits, temperature) - log_sums[:, None]).clamp_(min=_LEAST)

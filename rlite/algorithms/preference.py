@@ -1,8 +1,8 @@
 """Compute losses over pairs of a chosen and a rejected response, and over single responses.
 
 A log ratio is log pi - log ref. `preference_loss` makes the log ratios of a pair, and applies another divergence or
-length normalisation to them. In the losses of the DPO family, c and r are the two log ratios, d = c - r and b = beta.
-To add a loss:
+length normalisation to them. In the losses of the DPO family, c and r are the two log ratios `[P]`, d = c - r and
+b = beta. To add a loss:
 
     @register_preference_loss("squared_margin")
     def squared_margin(chosen, rejected, *, beta, target: float = 1.0):
@@ -131,11 +131,7 @@ def preference_loss(
 
 
 def _implicit_reward(log_ratio: Tensor, divergence: PreferenceDivergence) -> Tensor:
-    """Return f'(u) up to a constant, u = exp(log ratio), for the f of the divergence.
-
-    Raises:
-        ConfigError: the divergence is unknown.
-    """
+    """Return f'(u) up to a constant, u = exp(log ratio), for the f of the divergence."""
     one_of(PreferenceDivergence, divergence, f"divergence {divergence!r}")
     if divergence == "forward_kl":
         return 1 - torch.exp(-log_ratio)
@@ -147,9 +143,7 @@ def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
 
     `accuracy` is 1 if the chosen reward is larger, and `margin` is the difference.
 
-    Args:
-        chosen: reward of the chosen response, `[P]`.
-        rejected: reward of the rejected response, `[P]`.
+    `chosen`: reward of the chosen response, `[P]`. `rejected`: reward of the rejected response, `[P]`.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     return {
@@ -166,13 +160,8 @@ def dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
 
     L = -log sigmoid(b d - margin). DPO, arXiv:2305.18290, eq. 7.
 
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
-        label_smoothing: e of conservative DPO, (1 - e) L(d) + e L(-d) (Mitchell 2023, "A note on DPO with noisy
-            preferences").
-        margin: subtracted from b d.
+    `label_smoothing`: e of conservative DPO, (1 - e) L(d) + e L(-d) (Mitchell 2023, "A note on DPO with noisy
+    preferences").
     """
     logits = beta * (chosen - rejected) - margin
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
@@ -183,15 +172,6 @@ def robust_dpo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: 
     """Return robust DPO's loss of every pair.
 
     L = [-(1 - e) log sigmoid(b d) + e log sigmoid(-b d)] / (1 - 2 e). Robust DPO, arXiv:2403.00409.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
-        label_smoothing: e, the share of flipped labels for which the loss is unbiased.
-
-    Raises:
-        ConfigError: `label_smoothing` is not in [0, 1/2).
     """
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(f"label_smoothing={label_smoothing}: expected a share of flipped labels under one half")
@@ -205,11 +185,6 @@ def hinge(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     """Return the hinge loss of every pair.
 
     L = max(0, 1 - b d). SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
     """
     return relu(1 - beta * (chosen - rejected))
 
@@ -219,11 +194,6 @@ def ipo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     """Return IPO's loss of every pair.
 
     L = (d - 1 / (2 b))^2. IPO, arXiv:2310.12036, eq. 17; implementations differ in dividing by the lengths.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
     """
     return (chosen - rejected - 0.5 / beta).square()
 
@@ -233,15 +203,6 @@ def exo(chosen: Pairs, rejected: Pairs, *, beta: float, label_smoothing: float =
     """Return EXO's loss of every pair.
 
     L = KL(sigmoid(b d) || 1 - e): the reverse KL of the policy's preference from the labels'. EXO, arXiv:2402.00856.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
-        label_smoothing: e, the share of flipped labels.
-
-    Raises:
-        ConfigError: `label_smoothing` is not in (0, 1).
     """
     if not 0 < label_smoothing < 1:
         raise ConfigError(f"label_smoothing={label_smoothing}: EXO compares with labels between 0 and 1")
@@ -255,11 +216,6 @@ def nca(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     """Return NCA's loss of every pair.
 
     L = -log sigmoid(b c) - [log sigmoid(-b c) + log sigmoid(-b r)] / 2. NCA, arXiv:2402.05369.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
     """
     return -logsigmoid(beta * chosen) - 0.5 * (logsigmoid(-beta * chosen) + logsigmoid(-beta * rejected))
 
@@ -270,11 +226,7 @@ def bco(chosen: Pairs, rejected: Pairs, *, beta: float, shift: float = 0.0) -> P
 
     L = -log sigmoid(b c - shift) - log sigmoid(shift - b r). BCO, arXiv:2404.04656.
 
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
-        shift: offset of the rewards; in the paper their running mean.
+    `shift`: offset of the rewards; in the paper their running mean.
     """
     return -logsigmoid(beta * chosen - shift) - logsigmoid(shift - beta * rejected)
 
@@ -284,11 +236,6 @@ def sppo(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     """Return SPPO's loss of every pair.
 
     L = (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2. SPPO with hard labels, arXiv:2405.00675.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
     """
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
@@ -298,11 +245,6 @@ def apo_zero(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     """Return APO-zero's loss of every pair.
 
     L = 1 - sigmoid(b c) + sigmoid(b r): chosen up, rejected down. APO-zero, arXiv:2408.06266.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
     """
     return sigmoid(-beta * chosen) + sigmoid(beta * rejected)
 
@@ -314,11 +256,6 @@ def apo_down(chosen: Pairs, rejected: Pairs, *, beta: float) -> Pairs:
     L = sigmoid(b c) + 1 - sigmoid(b d): both down, rejected further.
 
     APO-down, arXiv:2408.06266, for a policy that is better than the chosen responses.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
     """
     return sigmoid(beta * chosen) + sigmoid(-beta * (chosen - rejected))
 
@@ -328,12 +265,6 @@ def discopop(chosen: Pairs, rejected: Pairs, *, beta: float, tau: float = 0.05) 
     """Return DiscoPOP's loss of every pair.
 
     L = -(1 - m) log sigmoid(l) + m exp(-l), l = b d, m = sigmoid(l / tau). DiscoPOP, arXiv:2406.08414.
-
-    Args:
-        chosen: log ratio of the chosen response, `[P]`.
-        rejected: log ratio of the rejected response, `[P]`.
-        beta: strength of the regularisation towards the reference.
-        tau: temperature of the blend m.
     """
     logits = beta * (chosen - rejected)
     blend = sigmoid(logits / tau)

@@ -45,13 +45,7 @@ class Configured:
     def of(
         cls, table: Table[Any], algorithm: str | Callable[..., Any] | Configured, options: Mapping[str, Any]
     ) -> Configured:
-        """Return an algorithm with its options. Errors are those of `Table.check`.
-
-        Args:
-            table: algorithms of one kind by name.
-            algorithm: a name in the table, a function, or either with its options, which is returned.
-            options: keyword arguments of the algorithm.
-        """
+        """Return an algorithm with its options. Errors are those of `Table.check`."""
         if isinstance(algorithm, Configured):
             return algorithm
         function, name = table.check(algorithm, options), table.name_of(algorithm)
@@ -68,16 +62,7 @@ class Configured:
 
 
 def one_of(kind: Any, value: object, what: str) -> None:
-    """Check that a value is one of a Literal's.
-
-    Args:
-        kind: the Literal.
-        value: the value.
-        what: name and value, for the message.
-
-    Raises:
-        ConfigError: it is another value.
-    """
+    """Check that a value is one of a Literal's."""
     if value not in get_args(kind):
         raise ConfigError(f"{what}: expected one of {', '.join(get_args(kind))}")
 
@@ -94,17 +79,10 @@ def check_result(
 ) -> Tensor:
     """Return the result of a function if there is a value for each element of its inputs.
 
-    Args:
-        what: description of the function.
-        values: its result.
-        inputs: tensors of the shape that the result has. If the first one carries a gradient, the result has to depend
-            on inputs that do.
-        mask: elements that count; None for all.
-        is_deep: also check the gradient, and that the values are finite if the inputs are, which waits for the device.
-            None does so until a result of the function was good, if gradients are computed and some elements count.
-
-    Raises:
-        ConfigError: the result is something else.
+    `inputs`: tensors of the shape that the result has. If the first one carries a gradient, the result has to depend on
+    inputs that do. `mask`: elements that count; None for all. `is_deep`: also check the gradient, and that the values
+    are finite if the inputs are, which waits for the device. None does so until a result of the function was good, if
+    gradients are computed and some elements count.
     """
     like = inputs[0]
     if not isinstance(values, Tensor) or values.shape != like.shape or values.is_complex():
@@ -327,11 +305,7 @@ def sequence_index(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -
 
 
 def check_layout(x: Shaped[Tensor, "*tokens"], cu_seqlens: CuSeqlens | None) -> None:
-    """Check that `x` is packed `[T]` with `cu_seqlens`, or padded `[B, L]` without `cu_seqlens`.
-
-    Raises:
-        ConfigError: `x` has another number of dimensions.
-    """
+    """Check that `x` is packed `[T]` with `cu_seqlens`, or padded `[B, L]` without `cu_seqlens`."""
     if x.dim() != (2 if cu_seqlens is None else 1):
         layout = "padded [B, L] without cu_seqlens" if cu_seqlens is None else "packed [T] with cu_seqlens"
         raise ConfigError(f"expected {layout}, found a tensor of shape {list(x.shape)}")
@@ -342,9 +316,7 @@ def finite_gradient(x: Tensor, *others: Tensor | None) -> Tensor:
 
     A mask applied later cannot stop a NaN: the gradient of the loss there is 0 * NaN.
 
-    Args:
-        x: values of any shape.
-        *others: values of the same shape with which `x` is combined; None is left out.
+    `x`: values of any shape. `*others`: values of the same shape with which `x` is combined; None is left out.
     """
     is_finite = x.isfinite()
     for other in others:
@@ -374,13 +346,7 @@ Weight = Callable[[dict[str, Any]], Any]
 def call_loss(loss_fn: Loss, outputs: Any, data: Any) -> tuple[Tensor, Mapping[str, Any]]:
     """Return the loss of a pack and the means that loss_fn reports.
 
-    Args:
-        loss_fn: the loss.
-        outputs: logits [T, V], or a TokenLogprobs of [T].
-        data: the pack.
-
-    Raises:
-        ConfigError: loss_fn returned another type, or reports something else than numbers.
+    `outputs`: logits [T, V], or a TokenLogprobs of [T].
     """
     result = loss_fn(outputs, data)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
@@ -396,15 +362,7 @@ def call_loss(loss_fn: Loss, outputs: Any, data: Any) -> tuple[Tensor, Mapping[s
 
 
 def weigh(loss_weight_fn: Weight, data: Any) -> float:
-    """Return the weight of a pack's mean.
-
-    Args:
-        loss_weight_fn: the function of the weight.
-        data: the pack.
-
-    Raises:
-        ConfigError: the weight is no finite number of at least 0.
-    """
+    """Return the weight of a pack's mean."""
     weight = loss_weight_fn(data)
     with suppress(OverflowError):  # of a whole number beyond every float
         if _is_number(weight) and 0 <= (number := float(weight)) < math.inf:
@@ -435,10 +393,6 @@ class LossSums:
 
         A `Mean` counts its own elements; a number counts `weight`. If `weight` is 0 the means may be NaN. A `PerToken`
         is no mean, and is left out.
-
-        Args:
-            means: what the loss of the pack reports, by name.
-            weight: weight of the pack.
         """
         for key, mean in means.items():
             if isinstance(mean, PerToken):
@@ -452,12 +406,7 @@ class LossSums:
     def means(self, sum_over: Callable[[list[float]], list[float]], num_data_ranks: int) -> dict[str, float]:
         """Return the batch's means, by name.
 
-        Args:
-            sum_over: returns the sums over all data ranks; a collective.
-            num_data_ranks: number of data ranks.
-
-        Raises:
-            ConfigError: the ranks have different names. Every rank raises it.
+        `sum_over`: returns the sums over all data ranks; a collective.
         """
         names = sorted(self._sums)
         own = float(zlib.crc32("\n".join(names).encode()))

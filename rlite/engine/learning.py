@@ -362,11 +362,7 @@ class LearningEngine(ModuleEngine):
         self._adapters = {}
 
     def _check_learner(self, what: str, adapter: str | None) -> None:
-        """Refuse to change weights beside which adapters were made, and to use an adapter that is not there.
-
-        Raises:
-            ConfigError: the message names the remedy.
-        """
+        """Refuse to change weights beside which adapters were made, and to use an adapter that is not there."""
         if adapter is not None:
             self._check_adapter(what, adapter)
         elif self._adapters:

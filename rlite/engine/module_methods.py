@@ -65,11 +65,7 @@ class ModuleEngine(ResumableEngine):
         return changed
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a public method of the module, which is called on every data-parallel rank.
-
-        Raises:
-            AttributeError: neither the engine nor the module has the method.
-        """
+        """Return a public method of the module, which is called on every data-parallel rank."""
         module = self.__dict__.get("module")
         if module is None or name.startswith("_") or not callable(getattr(type(module), name, None)):
             problem = f"{type(self).__name__} has no method {name!r}"

@@ -24,11 +24,7 @@ Messages = str | Sequence[Mapping[str, Any]]
 
 
 def sampling(given: Sampling) -> tuple[GenerationHyperparameters, bool]:
-    """Return the parameters of the completions, and whether the prompts' log-probabilities are wanted.
-
-    Raises:
-        ConfigError: log-probabilities of other tokens than the prompt's are wanted.
-    """
+    """Return the parameters of the completions, and whether the prompts' log-probabilities are wanted."""
     if not isinstance(given, Mapping) or "prompt_logprobs" not in given:
         return GenerationHyperparameters.from_mapping(given), False
     rest = dict(given)
@@ -41,17 +37,7 @@ def sampling(given: Sampling) -> tuple[GenerationHyperparameters, bool]:
 def conversation(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> tuple[list[int], str]:
-    """Return the tokens and the text of a conversation, as the chat template renders it.
-
-    Args:
-        messages: the conversation.
-        tokenizer: has the template.
-        options: further arguments of the template.
-
-    Raises:
-        DataError: the messages have another form.
-        ConfigError: an option is one of sampling, or the template does not read it.
-    """
+    """Return the tokens and the text of a conversation, as the chat template renders it."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     check_messages(messages, "chat")
@@ -68,14 +54,7 @@ def outputs(
     tokenizer: PreTrainedTokenizerBase,
     logprobs: Sequence[Sequence[float]] | None,
 ) -> list[RequestOutput]:
-    """Return each prompt with its completions.
-
-    Args:
-        prompts: as the caller gave them.
-        groups: the requests of each prompt, which have ended.
-        tokenizer: decodes the completions.
-        logprobs: log-probabilities of each prompt's tokens but the first, if they are wanted.
-    """
+    """Return each prompt with its completions."""
     return [
         RequestOutput(
             request_id=str(siblings[0].request.request_id),
@@ -89,13 +68,7 @@ def outputs(
 
 
 def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenizerBase) -> CompletionOutput:
-    """Return a completion of `generate`. Its text ends before a stop string or an end token.
-
-    Args:
-        index: number among the completions of the prompt.
-        ended: the request.
-        tokenizer: decodes the tokens.
-    """
+    """Return a completion of `generate`. Its text ends before a stop string or an end token."""
     stops, is_stopped = ended.request.gconfig.stop, ended.finish_reason == "stop"
     text, rest = split_at_stop(tokenizer, ended.token_ids, stops, num_end=int(is_stopped))
     names = ("token_ids", "logprobs", "sampling_logprobs", "versions", "finish_reason")
@@ -106,9 +79,7 @@ def completion(index: int, ended: InFlightRequest, tokenizer: PreTrainedTokenize
 def _stop_reason(ended: InFlightRequest, rest: str) -> str | int | None:
     """Return the stop string or stop token that ended a completion, None if something else did.
 
-    Args:
-        ended: the request.
-        rest: the text of the completion from a stop string on; "" without one.
+    `rest`: the text of the completion from a stop string on; "" without one.
     """
     if ended.finish_reason != "stop":
         return None

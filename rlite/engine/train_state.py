@@ -69,15 +69,7 @@ class StateWriting:
     def result(self, timeout: float | None = None) -> Path:
         """Wait until the checkpoint is written. The engine's other calls wait, too.
 
-        Args:
-            timeout: seconds; None is the session's `call_timeout`.
-
-        Returns:
-            The path of the checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written.
-            CallTimeout: the checkpoint was not written in time.
+        `timeout`: seconds; None is the session's `call_timeout`. Returns the path of the checkpoint.
         """
         if not self.is_known:
             try:
@@ -125,11 +117,7 @@ class ResumableEngine(Engine):
         return cloudpickle.dumps(self.module)
 
     def _flops(self, lengths: Sequence[int]) -> list[float]:
-        """Return the FLOPs of rows of these lengths.
-
-        Raises:
-            ConfigError: the module has no config.
-        """
+        """Return the FLOPs of rows of these lengths."""
         if (config := getattr(self.module, "config", None)) is None:
             raise ConfigError("balance_by=flops: the module has no config that says how wide and deep it is")
         text = config.get_text_config()
@@ -275,11 +263,7 @@ class ResumableEngine(Engine):
         return {}
 
     def _check_facts(self, facts: Mapping[str, Any]) -> None:
-        """Check that the engine can resume from a state with these facts.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Check that the engine can resume from a state with these facts."""
 
     def _take_facts(self, facts: Mapping[str, Any]) -> None:
         """Note that the workers have resumed from a state with these facts."""

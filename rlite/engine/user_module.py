@@ -26,15 +26,7 @@ LIBRARIES = ("torch", "transformers", "rlite", "builtins")
 
 
 def check_train_module(module: nn.Module, own_names: Collection[str]) -> BaseTrainModule:
-    """Return the module if an engine can serve it.
-
-    Args:
-        module: the user's module.
-        own_names: names of the engine's methods that a module must not define.
-
-    Raises:
-        ConfigError: the module has the wrong class, hides engine methods, takes `timeout`, or holds real weights.
-    """
+    """Return the module if an engine can serve it."""
     name = type(module).__name__
     if not isinstance(module, BaseTrainModule):
         raise ConfigError(
@@ -66,11 +58,7 @@ def user_methods(module: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 
 def redefined(cls: type) -> type:
-    """Return a class with the current definitions of the user's classes; the class itself if none was redefined.
-
-    Args:
-        cls: a class whose user-defined bases, or which itself, may have been defined again.
-    """
+    """Return a class with the current definitions of the user's classes; the class itself if none was redefined."""
     current = _current(cls)
     if current is not cls:
         return current
@@ -82,11 +70,7 @@ def redefined(cls: type) -> type:
 
 
 def changed_methods(old: type, new: type) -> list[str]:
-    """Return the names of the methods of the user's classes that two definitions of a class do not share.
-
-    Raises:
-        ConfigError: the definitions differ in a method that ran once, or in the classes of the libraries.
-    """
+    """Return the names of the methods of the user's classes that two definitions of a class do not share."""
     if _library_bases(old) != _library_bases(new):
         before, after = (", ".join(base.__name__ for base in _library_bases(cls)) for cls in (old, new))
         problem = f"reload_methods: {new.__name__} is now a subclass of {after}, and was a subclass of {before}"
@@ -102,11 +86,7 @@ def changed_methods(old: type, new: type) -> list[str]:
 
 
 def take_class(module: nn.Module, new: type) -> None:
-    """Make a module an object of a new class. Its attributes, weights and FSDP's sharding stay.
-
-    Raises:
-        ConfigError: Python cannot change the class, for example because of `__slots__`.
-    """
+    """Make a module an object of a new class. Its attributes, weights and FSDP's sharding stay."""
     if isinstance(module, FSDPModule):  # fully_shard has put FSDP's class before the module's own
         wrapped = type(module)
         new = type(wrapped.__name__, (FSDPModule, new), {"__deepcopy__": wrapped.__deepcopy__})  # type: ignore[attr-defined]
@@ -121,9 +101,6 @@ def sent_by_value(cls: type) -> Iterator[None]:
     """Let cloudpickle send the user's classes by value inside of the block, also from modules that others can import.
 
     Other processes have imported these modules as they were before.
-
-    Yields:
-        None.
     """
     names = {base.__module__ for base in cls.__mro__ if not _is_of_library(base)} - {"__main__"}
     with ExitStack() as stack:
@@ -137,16 +114,7 @@ def sent_by_value(cls: type) -> Iterator[None]:
 def with_class(module: nn.Module, new: type, own_names: Collection[str]) -> Iterator[list[str]]:
     """Give a module a class for good, unless the block raises. The block may send it to other processes.
 
-    Args:
-        module: the module.
-        new: the new definition of its class.
-        own_names: as for `check_train_module`.
-
-    Yields:
-        The names of the methods that are new, changed or gone.
-
-    Raises:
-        ConfigError: the new definition changes the base classes or methods that ran once, or an engine cannot serve it.
+    Yields the names of the methods that are new, changed or gone.
     """
     old = type(module)
     changed = changed_methods(old, new)

@@ -13,14 +13,8 @@ from rlite.runtime.replicas.transport import Layout, Piece, Place
 def make_plan(sources: Sequence[Layout], targets: Sequence[Layout], target_name: str) -> list[list[Piece]]:
     """Return the pieces that write every element of some target workers exactly once, for each worker.
 
-    Args:
-        sources: layouts of the workers of one copy of the source.
-        targets: layouts of the workers that hold one copy of the target together. A worker may lack tensors that
-            another holds.
-        target_name: name of the target, for messages.
-
-    Raises:
-        WeightSyncError: a tensor is missing on one side, differs in shape, or is not covered.
+    `targets`: layouts of the workers that hold one copy of the target together. A worker may lack tensors that another
+    holds.
     """
     aliases = sources[0].aliases
     held: dict[str, list[tuple[int, Place]]] = {}

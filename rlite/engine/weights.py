@@ -49,25 +49,7 @@ class SyncReport:
 def sync_weights(
     source: Engine, target: Engine, on_inflight: OnInflight, verify_checksums: bool, transport: Transport = "auto"
 ) -> SyncReport:
-    """Write the source's weights into the target; see `RliteTrainEngine.p2p_weight_sync`.
-
-    Args:
-        source: a train engine.
-        target: an engine with memory for weights on its device.
-        on_inflight: "continue" or "abort" generation in flight.
-        verify_checksums: compare SHA-256 digests of every tensor at both ends, and look for non-finite weights.
-        transport: "auto" chooses by the processes and devices of both engines.
-
-    Returns:
-        The report of the sync.
-
-    Raises:
-        ConfigError: `on_inflight` is unknown, source and target are the same engine, or "gathered" is asked for between
-            different devices.
-        ResidencyError: the target has no memory for weights.
-        WeightSyncError: a tensor does not match, or arrived weights are not finite.
-        WorkerError: a worker was lost that is not replaced.
-    """
+    """Write the source's weights into the target; see `RliteTrainEngine.p2p_weight_sync`."""
     if on_inflight not in ("continue", "abort"):
         raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'abort'")
     if target is source:
@@ -142,11 +124,7 @@ class Sync:
         return plan
 
     def best_transport(self) -> Transport:
-        """Return the transport for the processes and devices of both engines.
-
-        Raises:
-            WeightSyncError: two processes that would broadcast share a GPU.
-        """
+        """Return the transport for the processes and devices of both engines."""
         source, target, layouts = self.route.source, self.route.target, self.route.layouts
         if len({layout.process for layout in layouts}) == 1:
             return "shared"
@@ -171,8 +149,7 @@ class Sync:
     def move(self, transport: Transport) -> int:
         """Write every piece of the plan.
 
-        Returns:
-            The number of bytes written.
+        Returns the number of bytes written.
         """
         if transport == "gathered":
             return read_gathered(self.route, self._plan)
@@ -185,13 +162,7 @@ MOST_PLANS = 4
 
 
 def known_plan(target: Engine, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[list[Piece]]:
-    """Return `make_plan` of these layouts, from memory if it is known. For many workers it takes seconds.
-
-    Args:
-        target: the engine whose workers receive the weights.
-        sources: layouts of the workers that send.
-        targets: layouts of the workers that receive.
-    """
+    """Return `make_plan` of these layouts, from memory if it is known. For many workers it takes seconds."""
     plans, layouts = _plans.setdefault(target, []), (list(targets), list(sources))
     for known, pieces in plans:
         if known == layouts:

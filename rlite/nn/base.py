@@ -264,11 +264,8 @@ class BaseTrainModule(nn.Module):
 def logprobs_of_logits(logits: Tensor, labels: Tensor, temperature: float, kept: KeptIds | None) -> tuple[Tensor, ...]:
     """Return log-probabilities and entropies [T], and with kept ids log-probabilities in the whole vocabulary [T].
 
-    Args:
-        logits: [T, V].
-        labels: next tokens, [T].
-        temperature: divides the logits.
-        kept: kept ids of the tokens, by row of the logits; None keeps the vocabulary.
+    `logits`: [T, V]. `labels`: next tokens, [T]. `kept`: kept ids of the tokens, by row of the logits; None keeps the
+    vocabulary.
     """
     logprobs, entropies = gather_logprobs_entropy(logits, labels, temperature)
     if kept is None:

@@ -43,21 +43,13 @@ class LoraOptions(Options):
 
 
 def check_liger_installed() -> None:
-    """Check that the packages of `use_liger_kernel` are installed.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Check that the packages of `use_liger_kernel` are installed."""
     if message := lacking("use_liger_kernel=true needs", "liger", "liger_kernel", "triton"):
         raise ConfigError(f"{message}, on a machine with GPUs; or leave it out")
 
 
 def model_folder(path: str | Path) -> Path | None:
-    """Return the folder of a checkpoint, None if `path` is a name on the hub.
-
-    Raises:
-        ConfigError: the folder is no checkpoint, or `path` is neither a folder nor a name.
-    """
+    """Return the folder of a checkpoint, None if `path` is a name on the hub."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():

@@ -58,32 +58,14 @@ QUANTISATIONS = ("fp8", "mxfp4")
 
 
 def check_plain(config: Any, path: str | Path, reads: Collection[str] = QUANTISATIONS) -> None:
-    """Refuse a checkpoint whose weights are quantised by a method that is not read; say once if it is read.
-
-    Args:
-        config: the config of the checkpoint.
-        path: the checkpoint, for messages.
-        reads: methods whose weights the caller can read.
-
-    Raises:
-        CheckpointError: the weights are quantised otherwise.
-    """
+    """Refuse a checkpoint whose weights are quantised by a method that is not read; say once if it is read."""
     if (found := quantisation(config, path, reads)) is not None:
         told = "its weights are converted to bfloat16 as they are read, and exports of the model hold bfloat16"
         _warn_once("%s is stored in %s: %s", str(path), found["quant_method"], told)
 
 
 def quantisation(config: Any, path: str | Path, reads: Collection[str] = QUANTISATIONS) -> Mapping[str, Any] | None:
-    """Return the parameters of the quantisation of a checkpoint's weights; None if they are plain.
-
-    Args:
-        config: the config of the checkpoint.
-        path: the checkpoint, for messages.
-        reads: methods whose weights the caller can read.
-
-    Raises:
-        CheckpointError: the method is another one.
-    """
+    """Return the parameters of the quantisation of a checkpoint's weights; None if they are plain."""
     for part in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             if (found := vars(part).get(key)) is not None:
@@ -121,15 +103,7 @@ def is_container(config: Any, model: Any) -> bool:
 
 
 def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint, downloaded if `path` is a name on the hub.
-
-    Args:
-        path: a folder or a name.
-        weights: download the weights, too.
-
-    Raises:
-        ConfigError: there is neither such a folder nor such a name.
-    """
+    """Return the folder of a checkpoint, downloaded if `path` is a name on the hub."""
     if (folder := model_folder(path)) is not None:
         return folder
     patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", *(["*.safetensors"] if weights else [])]
@@ -144,14 +118,7 @@ def local_checkpoint(path: str | Path, weights: bool = True) -> Path:
 def load_config(path: str | Path, cls: Any = transformers.AutoConfig, **changes: Any) -> Any:
     """Return the transformers config of a checkpoint, which names neither code nor kernels to fetch.
 
-    Args:
-        path: folder or hub name of the checkpoint.
-        cls: class of the config; by default the one of the checkpoint's `model_type`.
-        changes: values that replace those of the file.
-
-    Raises:
-        CheckpointError: the config is unusable.
-        ConfigError: there is no such checkpoint.
+    `cls`: class of the config; by default the one of the checkpoint's `model_type`.
     """
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "config of a model"):
@@ -171,16 +138,7 @@ def load_config(path: str | Path, cls: Any = transformers.AutoConfig, **changes:
 
 
 def load_tokenizer(path: str | Path, reads_text: bool = True) -> Any:
-    """Return the tokenizer of a checkpoint.
-
-    Args:
-        path: folder or hub name of the checkpoint.
-        reads_text: refuse a tokenizer without a vocabulary, which transformers makes of config.json alone.
-
-    Raises:
-        CheckpointError: the tokenizer is unusable.
-        ConfigError: there is no such checkpoint, or it has no tokenizer.
-    """
+    """Return the tokenizer of a checkpoint."""
     folder = local_checkpoint(path, weights=False)
     with opening(folder, "tokenizer"):
         _expect_few_added_tokens(folder)
@@ -193,15 +151,7 @@ def load_tokenizer(path: str | Path, reads_text: bool = True) -> Any:
 
 
 def end_ids(path: str | Path, config: Any = None) -> tuple[int, ...]:
-    """Return a model's own end tokens, from generation_config.json if it exists, else from the config.
-
-    Args:
-        path: folder or hub name of the checkpoint.
-        config: the config of the checkpoint, if it is known already.
-
-    Raises:
-        CheckpointError: the file is unusable.
-    """
+    """Return a model's own end tokens, from generation_config.json if it exists, else from the config."""
     folder = local_checkpoint(path, weights=False)
     if (folder / GENERATION).exists():
         with opening(folder, GENERATION):
@@ -227,12 +177,7 @@ def add_end_ids(folder: Path, tokens: Collection[int]) -> None:
 def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     """Return transformers' causal language model of a config with new weights.
 
-    Args:
-        config: from `load_config`. Of a multimodal model, its text model is made.
-        dtype: type of the weights.
-
-    Raises:
-        CheckpointError: transformers makes no causal language model of this config.
+    `config`: from `load_config`. Of a multimodal model, its text model is made.
     """
     with opening(config._name_or_path, "config of a causal language model"):
         config = causal_config(config)
@@ -240,16 +185,7 @@ def make_model(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Any:
-    """Return what `make_model` makes, with parameters on meta, real buffers, and tied weights tied.
-
-    Args:
-        config: from `load_config`.
-        dtype: type of the weights.
-        device: device of the buffers.
-
-    Raises:
-        CheckpointError: transformers makes no causal language model of this config.
-    """
+    """Return what `make_model` makes, with parameters on meta, real buffers, and tied weights tied."""
     with real_tensors(device), meta_parameters():
         model = make_model(config, dtype)
     with real_tensors(device):  # accelerate registers a new parameter for each name, so tied weights are apart
@@ -272,16 +208,7 @@ def stored_dtype(path: str | Path, config: Any) -> torch.dtype:
 
 
 def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
-    """Return a checkpoint's model with its weights in float32 on the CPU, as transformers reads it.
-
-    Args:
-        cls: class of transformers, such as `AutoModelForCausalLM`.
-        path: folder of the checkpoint.
-        changes: values that replace those of its config.
-
-    Raises:
-        CheckpointError: the model is unusable, or the folder lacks or adds a tensor below the head.
-    """
+    """Return a checkpoint's model with its weights in float32 on the CPU, as transformers reads it."""
     config = load_config(path, **changes)
     check_plain(config, path, reads=())
     given = {"config": config, "dtype": torch.float32, "output_loading_info": True}
@@ -294,36 +221,14 @@ def load_model(cls: Any, path: str | Path, **changes: Any) -> Any:
 
 
 def load_adapter(cls: Any, model: Any, folder: str | Path) -> Any:
-    """Return a model with an adapter beside its weights.
-
-    Args:
-        cls: class of PEFT.
-        model: the base model.
-        folder: folder of the adapter.
-
-    Raises:
-        CheckpointError: the adapter is unusable.
-    """
+    """Return a model with an adapter beside its weights."""
     with opening(folder, "adapter"):
         return cls.from_pretrained(model, str(folder))
 
 
 @contextmanager
 def opening(folder: str | Path, what: str) -> Iterator[None]:
-    """Convert any error of reading a folder inside the block to CheckpointError.
-
-    Args:
-        folder: the folder.
-        what: the part of it that is read, for messages.
-
-    Yields:
-        None.
-
-    Raises:
-        CheckpointError: a file is no regular file or too large, or its reader failed.
-        ConfigError: the folder's own code would have to run.
-        RliteError: as raised inside the block.
-    """
+    """Convert any error of reading a folder inside the block to CheckpointError."""
     level = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # the error says it
     try:
@@ -396,11 +301,6 @@ def padding_token(tokenizer: Any, vocab_size: int, ends: Collection[int]) -> int
     """Return the id of a token for padding with which no row ends, preferably the tokenizer's own; None without one.
 
     transformers scores the last token that is not the padding: of a row that ends with it, the one before.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        vocab_size: size of the model's vocabulary.
-        ends: ids of tokens with which rows end.
     """
     added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
     named = [i for i in added if "pad" in tokenizer.added_tokens_decoder[i].content.lower()]
@@ -409,20 +309,12 @@ def padding_token(tokenizer: Any, vocab_size: int, ends: Collection[int]) -> int
 
 
 def causal_lm_class(path: str | Path, carrier: type) -> Any:
-    """Return a subclass of the train module `carrier` and the causal language model of the checkpoint at `path`.
-
-    Raises:
-        ConfigError: transformers has no causal language model of this type.
-    """
+    """Return a subclass of the train module `carrier` and the causal language model of the checkpoint at `path`."""
     return _carried_class(path, carrier, transformers.MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
 
 
 def score_class(path: str | Path, carrier: type) -> Any:
-    """Return a subclass of the score module `carrier` and the sequence classification of the checkpoint at `path`.
-
-    Raises:
-        ConfigError: transformers has no sequence classification for this type of model.
-    """
+    """Return a subclass of the score module `carrier` and the sequence classification of the checkpoint at `path`."""
     classes = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     return _carried_class(path, carrier, classes, "sequence classification for models")
 
@@ -439,11 +331,7 @@ def _carried_class(path: str | Path, carrier: type, classes: Mapping[type, type]
 
 @contextmanager
 def real_tensors(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Make parameters and buffers on `device` inside the block, even within `init_empty_weights` or a device mode.
-
-    Yields:
-        None.
-    """
+    """Make parameters and buffers on `device` inside the block, even within `init_empty_weights` or a device mode."""
     patched = nn.Module.register_parameter, nn.Module.register_buffer
     nn.Module.register_parameter = _original(patched[0], "Module.register_parameter")  # type: ignore[method-assign]
     nn.Module.register_buffer = _original(patched[1], "Module.register_buffer")  # type: ignore[method-assign]
@@ -469,11 +357,7 @@ def _original(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Show no progress bars of transformers inside the block, and no deprecation warnings.
-
-    Yields:
-        None.
-    """
+    """Show no progress bars of transformers inside the block, and no deprecation warnings."""
     with ExitStack() as stack:
         if logging.is_progress_bar_enabled():
             stack.callback(logging.enable_progress_bar)

@@ -139,12 +139,7 @@ def normalize_rewards(
 def group_indices(rewards: Shaped[Tensor, " sequences"], group_ids: GroupIds) -> Int[Tensor, " sequences"]:
     """Return the number of each sequence's group, counted from 0, `[N]`.
 
-    Args:
-        rewards: one per sequence, `[N]`.
-        group_ids: equal for the responses to one prompt, `[N]`.
-
-    Raises:
-        ConfigError: rewards and group_ids are not both `[N]`.
+    `rewards`: one per sequence, `[N]`. `group_ids`: equal for the responses to one prompt, `[N]`.
     """
     if rewards.dim() != 1 or rewards.shape != group_ids.shape:
         found = f"{list(rewards.shape)}, {list(group_ids.shape)}"
@@ -165,11 +160,8 @@ def as_advantages(wide: Float[Tensor, "*any"], rewards: Shaped[Tensor, "*any"]) 
 def with_singletons(advantages: Tensor, scores: Tensor, groups: Tensor, singleton: Singleton) -> Tensor:
     """Return advantages in which a group of one has its own score, if `singleton` is "raw".
 
-    Args:
-        advantages: one per sequence, `[N]`.
-        scores: rewards in float64, `[N]`.
-        groups: number of each sequence's group, from 0, `[N]`.
-        singleton: "zero" changes nothing.
+    `advantages`: one per sequence, `[N]`. `scores`: rewards in float64, `[N]`. `groups`: number of each sequence's
+    group, from 0, `[N]`.
     """
     if singleton == "zero":
         return advantages
@@ -206,9 +198,7 @@ class ActionTokens(NamedTuple):
     def of(cls, mask: Mask, cu_seqlens: CuSeqlens | None) -> ActionTokens:
         """Return the positions of the tokens with mask 1.
 
-        Args:
-            mask: action tokens, `[T]` or `[B, L]`.
-            cu_seqlens: boundaries of the sequences of a pack, `[N + 1]`.
+        `mask`: action tokens, `[T]` or `[B, L]`. `cu_seqlens`: boundaries of the sequences of a pack, `[N + 1]`.
         """
         index = sequence_index(mask, cu_seqlens).flatten()
         num_rows = mask.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1

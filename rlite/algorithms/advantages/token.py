@@ -21,9 +21,7 @@ def discounted_suffix_sums(x: group.ActionTable, factor: float) -> group.ActionT
 
     The sums are computed by doubling: S^{2n}_t = S^n_t + factor^n S^n_{t+n}.
 
-    Args:
-        x: values, `[rows, columns]`.
-        factor: discount per column.
+    `x`: values, `[rows, columns]`.
     """
     step = 1
     while step < x.shape[1]:

@@ -165,10 +165,6 @@ def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 def choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     """Return `yes` or `no` for each token, in the dtype of `like`. torch.where alone would give float32.
 
-    Args:
-        condition: choice of each token, of any shape.
-        yes: value for true.
-        no: value for false.
-        like: tensor whose dtype the result has, of the same shape.
+    `condition`: choice of each token, of any shape. `like`: tensor whose dtype the result has, of the same shape.
     """
     return torch.where(condition, torch.full_like(like.detach(), yes), no)

@@ -27,14 +27,8 @@ def draw_covariant(
     Every token has a random number of its own, determined by `seed` and its place among the tokens in the mask. One
     token's candidacy therefore changes no other token's draw.
 
-    Args:
-        inputs: per-token tensors, `[T]` or `[B, L]`.
-        clip_low: distance of PPO's clip range below 1.
-        clip_high: distance of PPO's clip range above 1.
-        share: share of the tokens that is dropped, at least one token.
-        cov_low: lower bound of a candidate's covariance.
-        cov_high: upper bound of a candidate's covariance.
-        seed: seed of the draw.
+    `inputs`: per-token tensors, `[T]` or `[B, L]`. `clip_low`: distance of PPO's clip range below 1. `clip_high`:
+    distance of PPO's clip range above 1.
     """
     mask, covariance = inputs.mask.bool(), covariances(inputs)
     is_clipped = clipped_surrogate(inputs.log_ratio(), inputs.advantages, clip_low, clip_high).metrics["clip_fraction"]

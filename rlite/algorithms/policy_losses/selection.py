@@ -51,10 +51,7 @@ def covariances(inputs: LossInputs) -> Tokens:
 def lowest(x: Tensor, share: float, mask: Mask) -> Flags:
     """Return whether a token is among the tokens with the lowest `x`.
 
-    Args:
-        x: values, of any shape.
-        share: share of the mask's tokens to choose, at least one token.
-        mask: tokens that count.
+    `x`: values, of any shape.
     """
     flat = x.flatten()
     count = max(int(share * int(mask.bool().count_nonzero())), 1)
