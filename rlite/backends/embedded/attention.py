@@ -58,10 +58,7 @@ class AttentionPlan(Mixing):
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values to the cache, for later tokens to read.
 
-        Args:
-            layer: index of the layer.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
+        `key`: `[tokens, kv_heads, key width]`. `value`: `[tokens, kv_heads, value width]`.
         """
         self.cache.write(layer, self.targets, key, value)
 
@@ -69,15 +66,8 @@ class AttentionPlan(Mixing):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Write keys and values to the cache and compute the attention.
 
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, key width]`.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
-            weighting: terms by which the layer weights the values.
-
-        Returns:
-            The attention output, `[tokens, heads, value width]`.
+        `query`: `[tokens, heads, key width]`. `key`: `[tokens, kv_heads, key width]`. `value`: `[tokens, kv_heads,
+        value width]`. Returns the attention output, `[tokens, heads, value width]`.
         """
 
 
@@ -86,18 +76,11 @@ def page_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer with the current plan; transformers calls this function.
 
-    Args:
-        module: the model's attention layer.
-        query: `[batch, heads, tokens, key width]`.
-        key: `[batch, kv_heads, tokens, key width]`.
-        value: `[batch, kv_heads, tokens, value width]`.
-        *_: an unused mask, and so is the keyword `attention_mask`. The plan knows which positions a query sees.
-        scaling: factor of the scores before the softmax.
-        **asked: further options of the layer. With `sliding_window`, each query sees that many positions, its own
-            position included. `softcap` and `s_aux` change the softmax.
-
-    Returns:
-        The output `[batch, tokens, heads, value width]`, and None in place of attention weights.
+    `query`: `[batch, heads, tokens, key width]`. `key`: `[batch, kv_heads, tokens, key width]`. `value`: `[batch,
+    kv_heads, tokens, value width]`. `*_`: an unused mask, and so is the keyword `attention_mask`. The plan knows which
+    positions a query sees. `**asked`: further options of the layer. With `sliding_window`, each query sees that many
+    positions, its own position included. `softcap` and `s_aux` change the softmax. Returns the output `[batch, tokens,
+    heads, value width]`, and None in place of attention weights.
     """
     batch, heads, tokens = query.shape[:3]
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
@@ -142,18 +125,7 @@ class PrefillPlan(AttentionPlan):
                 self._seen = upload(np.concatenate([rows_of_pages(c.pages, 0, c.stop) for c in chunks]), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of the chunks to their sequences.
-
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, key width]`.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
-            weighting: terms by which the layer weights the values.
-
-        Returns:
-            The attention output.
-        """
+        """Compute the attention of the chunks to their sequences."""
         self.write(layer, key, value)
         if self._is_flash:
             if self._seen is not None:
@@ -185,12 +157,7 @@ class PrefillPlan(AttentionPlan):
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute each chunk from the state of its row, and leave the state after its last token there.
 
-        Args:
-            mixer: the mixer.
-            hidden_states: `[1, tokens, width]`.
-
-        Returns:
-            The output of the mixer's module; zeros at padding.
+        `hidden_states`: `[1, tokens, width]`. Returns the output of the mixer's module; zeros at padding.
         """
         states, parts = self.cache.states, _split_chunks(self.chunks, hidden_states)
         outputs: list[Any] = [None] * len(parts)
@@ -274,18 +241,7 @@ class ScoringPlan(AttentionPlan):
         self.tokens, self.positions = rows_of(chunks, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of the chunks, and keep the keys and values of the last prompt.
-
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, key width]`.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
-            weighting: terms by which the layer weights the values.
-
-        Returns:
-            The attention output.
-        """
+        """Compute the attention of the chunks, and keep the keys and values of the last prompt."""
         outputs = []
         for index, (q, k, v) in enumerate(_by_chunk(self._chunks, query, key, value)):
             if index == 0 and self._past:
@@ -297,12 +253,7 @@ class ScoringPlan(AttentionPlan):
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute the chunks, and keep the state of the last prompt.
 
-        Args:
-            mixer: the mixer.
-            hidden_states: `[1, tokens, width]`.
-
-        Returns:
-            The output of the mixer's module.
+        Returns the output of the mixer's module.
         """
         outputs = []
         for chunk, part in zip(self._chunks, _split_chunks(self._chunks, hidden_states), strict=True):
@@ -339,12 +290,7 @@ class StepsPlan(AttentionPlan):
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute the next token of the rows, and advance their states.
 
-        Args:
-            mixer: the mixer.
-            hidden_states: `[rows, 1, width]`.
-
-        Returns:
-            The output of the mixer's module.
+        `hidden_states`: `[rows, 1, width]`.
         """
         rows = slice(self._first_row, self._first_row + len(hidden_states))
         output, after = mixer.run(hidden_states, self.cache.states.take(mixer.number, rows))
@@ -356,18 +302,7 @@ class NativeDecodePlan(StepsPlan):
     """Steps that `decode.c` computes, each sequence at its own length. The keys of the cache are blocked."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Write keys and values to the cache and compute the attention, by one call.
-
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, key width]`.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
-            weighting: terms by which the layer weights the values.
-
-        Returns:
-            The attention output.
-        """
+        """Write keys and values to the cache and compute the attention, by one call."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         positions = self._positions[self._step]
         return decode_attention(query, key, value, positions, self.table, keys, values, weighting)
@@ -391,18 +326,7 @@ class KernelDecodePlan(StepsPlan):
         self.targets = Targets(self.places)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of the rows to their sequences.
-
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, key width]`.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
-            weighting: terms by which the layer weights the values.
-
-        Returns:
-            The attention output.
-        """
+        """Compute the attention of the rows to their sequences."""
         self.write(layer, key, value)
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return self._kernel(query, keys, values, self.table, self._positions[self._step], weighting)
@@ -422,18 +346,7 @@ class CheckPlan(PrefillPlan):
         self._table = block_table([chunk.pages for chunk in chunks], cache.device).repeat_interleave(lengths, dim=0)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of all tokens by one call.
-
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, key width]`.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
-            weighting: terms by which the layer weights the values.
-
-        Returns:
-            The attention output.
-        """
+        """Compute the attention of all tokens by one call."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         return decode_attention(query, key, value, self.positions, self._table, keys, values, weighting)
 
@@ -466,16 +379,10 @@ class DecodePlan(StepsPlan):
     ) -> None:
         """Plan the first step.
 
-        Args:
-            cache: the cache.
-            table: pages of the rows' sequences, `[rows, pages]`.
-            positions: positions of the tokens, `[steps, rows]`. The first step holds each sequence's last token; every
-                further step is one position later.
-            lengths: length of each sequence, in tokens.
-            first_row: row of the first sequence.
-            is_padded: compute rows at the length of their group. Otherwise compute each row at its own length, rounded
-                up to whole blocks.
-            is_invariant: sum values as `rlite.backends.models.batch_invariant.attend` does.
+        `table`: pages of the rows' sequences, `[rows, pages]`. `positions`: positions of the tokens, `[steps, rows]`.
+        The first step holds each sequence's last token; every further step is one position later. `lengths`: length of
+        each sequence, in tokens. `is_padded`: compute rows at the length of their group. Otherwise compute each row at
+        its own length, rounded up to whole blocks.
         """
         super().__init__(cache, table, positions, first_row)
         self._lengths, self._is_padded, self._is_invariant = lengths, is_padded, is_invariant
@@ -515,18 +422,7 @@ class DecodePlan(StepsPlan):
         return self._gather_indices[sizes]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
-        """Compute the attention of the rows to their sequences.
-
-        Args:
-            layer: index of the layer.
-            query: `[tokens, heads, key width]`.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
-            weighting: terms by which the layer weights the values.
-
-        Returns:
-            The attention output.
-        """
+        """Compute the attention of the rows to their sequences."""
         self.write(layer, key, value)
         scale, window, softmax = weighting
         if window is not None and window >= self._width:

@@ -140,11 +140,7 @@ class CacheSizes:
 
     @cached_property
     def max_model_len(self) -> int:
-        """Longest sequence in tokens, from the options or the model.
-
-        Raises:
-            ConfigError: the option exceeds the model's own limit.
-        """
+        """Longest sequence in tokens, from the options or the model."""
         config = self.config.get_text_config()
         limits = dict([max_positions(config)])
         if (longest := rope_limit(config)) is not None:
@@ -166,15 +162,7 @@ class CacheSizes:
         return CacheShape(self.layers, 1).page_elements * self.dtype.itemsize
 
     def cache_shape(self, device: torch.device, group: dist.ProcessGroup | None) -> CacheShape:
-        """Return the shape of the largest cache that is needed and fits.
-
-        Args:
-            device: device of the cache.
-            group: the ranks of the replica, which all take the smallest number of pages.
-
-        Raises:
-            ConfigError: not even one sequence fits.
-        """
+        """Return the shape of the largest cache that is needed and fits."""
         options, least = self.options, self.pages_per_sequence + 1
         rows = options.max_num_seqs
         most = rows * self.pages_per_sequence + 1
@@ -280,11 +268,7 @@ class PagedCache:
     def write(self, layer: int, targets: Targets, key: Tensor, value: Tensor) -> None:
         """Write keys and values into one layer.
 
-        Args:
-            layer: index of the layer.
-            targets: places of the tokens.
-            key: `[tokens, kv_heads, key width]`.
-            value: `[tokens, kv_heads, value width]`.
+        `key`: `[tokens, kv_heads, key width]`. `value`: `[tokens, kv_heads, value width]`.
         """
         if self.layers[layer].source is not None:
             return
@@ -299,9 +283,7 @@ class PagedCache:
     def gathered(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of whole pages, `[sequences, kv_heads, pages * BLOCK, width]` each.
 
-        Args:
-            layer: index of the layer.
-            table: pages of each sequence, `[sequences, pages]`.
+        `table`: pages of each sequence, `[sequences, pages]`.
         """
         keys, values = self.keys[layer][table], self.values[layer][table]
         if self.is_blocked:
@@ -309,12 +291,7 @@ class PagedCache:
         return keys.flatten(1, 2).transpose(1, 2), values.flatten(1, 2).transpose(1, 2)
 
     def at(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of tokens, `[tokens, kv_heads, width]` each.
-
-        Args:
-            layer: index of the layer.
-            rows: places of the tokens, see `Targets`.
-        """
+        """Return keys and values of tokens, `[tokens, kv_heads, width]` each."""
         keys, values = self.keys[layer], self.values[layer]
         if self.is_blocked:
             pages, offsets = rows // BLOCK, rows % BLOCK
@@ -324,9 +301,8 @@ class PagedCache:
     def gather_index(self, layer: int, table: Tensor) -> GatherIndex:
         """Return the row indices of sequences over their pages; recent results are cached.
 
-        Args:
-            layer: index of the layer. Layers with the same heads and width of keys have the same row indices.
-            table: pages of each sequence, `[sequences, pages]`.
+        `layer`: index of the layer. Layers with the same heads and width of keys have the same row indices. `table`:
+        pages of each sequence, `[sequences, pages]`.
         """
         heads, num_kv_heads, dim = self.layers[layer][:3]
         key = heads, num_kv_heads, dim, len(table), table.numpy().tobytes()
@@ -359,14 +335,7 @@ class PagedCache:
             self.routing = torch.full(sizes, -1, dtype=torch.int64).to(shape.dtype).to(self.device)
 
     def routing_of(self, pages: Sequence[int], begin: int, length: int, steps: int) -> list[list[bytes]]:
-        """Return the chosen experts of a burst, see `rlite.data.routing`: a list for each step.
-
-        Args:
-            pages: pages of the sequence.
-            begin: first position that is told, in the list of the first step.
-            length: tokens of the sequence at the first step.
-            steps: number of steps.
-        """
+        """Return the chosen experts of a burst, see `rlite.data.routing`: a list for each step."""
         assert self.routing is not None
         rows = upload(rows_of_pages(pages, begin, length - 1 + steps), self.device)
         table = self.routing[rows].flatten(1).cpu()
@@ -396,10 +365,7 @@ class PagedCache:
 def rows_of_pages(pages: Sequence[int], start: int, stop: int) -> np.ndarray:
     """Return the places (see `Targets`) of some positions of a sequence.
 
-    Args:
-        pages: pages of the sequence.
-        start: first position.
-        stop: end of the positions, exclusive.
+    `stop`: end of the positions, exclusive.
     """
     positions = np.arange(start, stop)
     return np.asarray(pages, dtype=np.int64)[positions // BLOCK] * BLOCK + positions % BLOCK

@@ -22,13 +22,7 @@ TOLERANCE = 0.02
 
 
 def decode_kernel(layers: AttentionLayers, dtype: torch.dtype, device: torch.device) -> PagedKernel | None:
-    """Return the Triton kernel of decode steps, if it computes here what PyTorch computes; else say why not.
-
-    Args:
-        layers: the layers with attention.
-        dtype: dtype of keys and values.
-        device: device of the cache.
-    """
+    """Return the Triton kernel of decode steps, if it computes here what PyTorch computes; else say why not."""
     reason = lacking("the kernel needs", "triton", "triton")
     if not reason:
         kernel: PagedKernel = importlib.import_module("rlite.backends.embedded.triton_decode").paged_decode
@@ -40,14 +34,7 @@ def decode_kernel(layers: AttentionLayers, dtype: torch.dtype, device: torch.dev
 
 @torch.inference_mode()
 def kernel_objection(kernel: PagedKernel, layers: AttentionLayers, dtype: torch.dtype, device: torch.device) -> str:
-    """Return why a kernel cannot compute the attention of these layers; "" if it can.
-
-    Args:
-        kernel: the kernel.
-        layers: the layers.
-        dtype: dtype of keys and values.
-        device: device of the cache.
-    """
+    """Return why a kernel cannot compute the attention of these layers; "" if it can."""
     if dtype == torch.float64 or any(max(layer[2:4]) > MAX_KERNEL_WIDTH for layer in layers.values()):
         return f"the kernel computes heads up to {MAX_KERNEL_WIDTH} wide, and not in float64"
     lengths = [150, 71]

@@ -62,13 +62,8 @@ class Pointwise:
     def add_norm(self, norm: Any, x: Tensor, added: Tensor | None) -> Tensor:
         """Add to x in place, and normalise the sum.
 
-        Args:
-            norm: the module with `weight` and `variance_epsilon`.
-            x: the residual stream, `[tokens, width]`.
-            added: `[tokens, width]`; None adds nothing.
-
-        Returns:
-            The RMS norm of x, `[tokens, width]`.
+        `x`: the residual stream, `[tokens, width]`. `added`: `[tokens, width]`; None adds nothing. Returns the RMS norm
+        of x, `[tokens, width]`.
         """
         if self._is_native:
             output = torch.empty_like(x)
@@ -83,13 +78,9 @@ class Pointwise:
     def norm_rotate(self, norm: Any | None, x: Tensor, positions: Tensor) -> Tensor:
         """Normalise and rotate queries or keys.
 
-        Args:
-            norm: the module with `weight` and `variance_epsilon`, of each head; None does not normalise.
-            x: `[tokens, heads, head_dim]`.
-            positions: positions of the tokens, `[tokens]`.
-
-        Returns:
-            The rotated heads, `[tokens, heads, head_dim]`.
+        `norm`: the module with `weight` and `variance_epsilon`, of each head; None does not normalise. `x`: `[tokens,
+        heads, head_dim]`. `positions`: positions of the tokens, `[tokens]`. Returns the rotated heads, `[tokens, heads,
+        head_dim]`.
         """
         if self._is_native:
             weight, eps = (None, 0.0) if norm is None else (norm.weight.float(), norm.variance_epsilon)
@@ -104,13 +95,8 @@ class Pointwise:
     def split_rotate(self, attention: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalise and rotate the queries and keys of a merged product, by `decode.c`.
 
-        Args:
-            attention: the layer's attention.
-            x: queries, keys and values `[tokens, width]`.
-            positions: positions of the tokens, `[tokens]`.
-
-        Returns:
-            Queries, keys and values, `[tokens, (kv_)heads, head_dim]`.
+        `x`: queries, keys and values `[tokens, width]`. `positions`: positions of the tokens, `[tokens]`. Returns
+        queries, keys and values, `[tokens, (kv_)heads, head_dim]`.
         """
         rows, dim = len(x), attention.head_dim
         num, num_kv = (len(p.weight) // dim for p in (attention.q_proj, attention.k_proj))
@@ -132,10 +118,7 @@ class Pointwise:
     def gate(self, activation: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return `silu(gate) * up`.
 
-        Args:
-            activation: the module that computes silu.
-            gate: `[tokens, width]`.
-            up: `[tokens, width]`.
+        `gate`: `[tokens, width]`. `up`: `[tokens, width]`.
         """
         if self._is_native:
             call("silu_multiply", gate.numel(), torch.get_num_threads(), gate, up.contiguous())
@@ -232,10 +215,7 @@ class LeanDecoder:
     def fill(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values of tokens to the cache. The last layer computes nothing else.
 
-        Args:
-            tokens: `[tokens]`.
-            positions: `[tokens]`.
-            plan: the attention of this forward pass.
+        `tokens`: `[tokens]`. `positions`: `[tokens]`.
         """
         x, h = self._embedding.forward(tokens).float(), None
         *layers, last = self._layers
@@ -248,10 +228,7 @@ class LeanDecoder:
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of tokens.
 
-        Args:
-            tokens: `[tokens]`.
-            positions: `[tokens]`.
-            plan: the attention of this forward pass.
+        `tokens`: `[tokens]`. `positions`: `[tokens]`.
         """
         rows = len(tokens)
         missing = 0 if self._is_invariant or rows < MIN_ROWS else -rows % ROWS
@@ -345,15 +322,7 @@ class _Place(NamedTuple):
 
 
 def show(see: See, name: str, module: nn.Module, args: Any, output: Any) -> None:
-    """Call `see` with the tensors among a module's outputs; a forward hook.
-
-    Args:
-        see: takes the name and the tensors.
-        name: name of the module.
-        module: the module.
-        args: its arguments.
-        output: its output, or several in a tuple.
-    """
+    """Call `see` with the tensors among a module's outputs; a forward hook."""
     values = output if isinstance(output, tuple) else (output,)
     see(name, *(value for value in values if isinstance(value, Tensor)))
 
@@ -456,10 +425,7 @@ class ShardedModel:
     def logits(self, tokens: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         """Return the logits `[rows, vocabulary]` of one decode step.
 
-        Args:
-            tokens: one token of each sequence, `[rows]`.
-            positions: positions of the tokens, `[rows]`.
-            plan: the attention of this step.
+        `tokens`: one token of each sequence, `[rows]`. `positions`: positions of the tokens, `[rows]`.
         """
         if self._lean is not None:
             return self._lean.logits(tokens, positions, plan)
@@ -480,16 +446,7 @@ class ShardedModel:
     # -- adapters ------------------------------------------------------------------------------------------------
 
     def make_adapter(self, name: str | None, given: AdapterWeights, version: int) -> ServedAdapter:
-        """Return a version of an adapter on the device.
-
-        Args:
-            name: name of the adapter.
-            given: its values.
-            version: its version.
-
-        Raises:
-            ConfigError: the adapter belongs to another base model, or the model computes fixed shapes.
-        """
+        """Return a version of an adapter on the device."""
         if self._is_deterministic and not self.is_invariant:
             raise ConfigError("deterministic=true computes this model in fixed shapes, which have no adapters")
         if self._adapters is None:
@@ -503,11 +460,7 @@ class ShardedModel:
     def use_adapters(self, adapters: Sequence[ServedAdapter | None]) -> bool:
         """Compute the next forward passes with these adapters of their tokens, in the order of the tokens.
 
-        Args:
-            adapters: of each token; or one adapter of all tokens.
-
-        Returns:
-            Whether a token has an adapter.
+        `adapters`: of each token; or one adapter of all tokens. Returns whether a token has an adapter.
         """
         if self._adapters is None:
             return False
@@ -539,11 +492,7 @@ class ShardedModel:
 
         Parameters without memory are allocated.
 
-        Args:
-            path: folder of the checkpoint; None is the model's own.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit, or its weights are not finite.
+        `path`: folder of the checkpoint; None is the model's own.
         """
         path = path or self.path
         reader = StoredCheckpoint(self.model, path, self._shapes)

@@ -103,9 +103,7 @@ class PagePool:
     def match(self, tokens: Sequence[int], root: Node | None = None) -> Prefix:
         """Return the longest known prefix of some tokens.
 
-        Args:
-            tokens: the tokens.
-            root: root of another tree of the same pages; None is the pool's own. Trees of other weights are apart.
+        `root`: root of another tree of the same pages; None is the pool's own. Trees of other weights are apart.
         """
         data, path = _bytes(tokens), [root or self._root]
         size = PAGE * _TOKEN
@@ -129,14 +127,7 @@ class PagePool:
     def insert(self, tokens: Sequence[int], pages: list[int], has_tail: bool, root: Node | None = None) -> Node:
         """Make the pages of a sequence known.
 
-        Args:
-            tokens: tokens whose keys and values are in the pages.
-            pages: pages of the sequence. Full pages that are known from another sequence replace its own.
-            has_tail: make the last page known even if it is not full.
-            root: as for `match`.
-
-        Returns:
-            The last node.
+        `pages`: pages of the sequence. Full pages that are known from another sequence replace its own.
         """
         data, node, now = _bytes(tokens), root or self._root, next(self._clock)
         for index in range(-(-len(tokens) // PAGE) if has_tail else len(tokens) // PAGE):
@@ -154,12 +145,7 @@ class PagePool:
     def keep_state(self, node: Node, may_evict: bool) -> int | None:
         """Find a slot for the state behind a node's last token.
 
-        Args:
-            node: the node.
-            may_evict: forget another state if there is no free slot, at first one at a page border.
-
-        Returns:
-            The slot to which the state is copied. None if it is kept already, or there is no slot.
+        Returns the slot to which the state is copied. None if it is kept already, or there is no slot.
         """
         if node.state is not None or node.parent is None or not (self._free_states or may_evict):
             return None
@@ -206,8 +192,7 @@ class PagePool:
     def _drop_branch(self) -> bool:
         """Take the least recently used branch out of the tree.
 
-        Returns:
-            False if sequences refer to all branches.
+        Returns False if sequences refer to all branches.
         """
         if not any(map(self._is_idle, self._leaves)):
             return False

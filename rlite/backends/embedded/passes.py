@@ -66,10 +66,7 @@ Addresses = tuple[int, ...]
 def bucket(num: int, limit: int, smallest: int = 1) -> int:
     """Return the smallest power-of-two multiple of `smallest` that is at least `num`, but at most `limit`.
 
-    Args:
-        num: size to round up; at most `limit`.
-        limit: largest bucket.
-        smallest: smallest bucket; a power of two.
+    `num`: size to round up; at most `limit`. `smallest`: smallest bucket; a power of two.
     """
     size = smallest
     while size < num:
@@ -87,14 +84,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, longest: int, max_rows: int, max_len: int) -> Shape:
-        """Return the shape for a batch.
-
-        Args:
-            num_rows: number of sequences.
-            longest: tokens of the longest sequence, the new token included.
-            max_rows: largest batch.
-            max_len: longest sequence, in whole pages.
-        """
+        """Return the shape for a batch."""
         return cls(bucket(num_rows, max_rows), bucket(longest, max_len, NARROWEST))
 
 
@@ -110,13 +100,8 @@ def logits_of_fixed_step(
 
     Every row is computed by kernels that do not depend on the values of the positions.
 
-    Args:
-        model: the model.
-        cache: the KV cache.
-        tokens: `[rows]`.
-        positions: `[rows]`.
-        table: pages of the rows, `[rows, pages]`. Without a kernel, all of them are read.
-        kernel: computes the attention.
+    `tokens`: `[rows]`. `positions`: `[rows]`. `table`: pages of the rows, `[rows, pages]`. Without a kernel, all of
+    them are read.
     """
     plan: DecodePlan | KernelDecodePlan
     if kernel is not None:
@@ -147,12 +132,8 @@ class GraphRecorder:
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         """Record a step.
 
-        Args:
-            step: runs on the current stream. Its inputs are real: a warm-up writes the keys and values that the replay
-                after it writes again.
-
-        Returns:
-            A function that replays the step, and the tensor that holds the result.
+        `step`: runs on the current stream. Its inputs are real: a warm-up writes the keys and values that the replay
+        after it writes again. Returns a function that replays the step, and the tensor that holds the result.
         """
         with torch.cuda.device(self._device):
             if self._stream is None:
@@ -217,12 +198,7 @@ class DecodeGraphs:
 
         They are valid until the next call.
 
-        Args:
-            cache: the KV cache.
-            addresses: result of `addresses(cache)`.
-            tokens: `[rows]`.
-            positions: `[rows]`.
-            longest: tokens of the longest sequence, the new token included, known without a device synchronisation.
+        `tokens`: `[rows]`. `positions`: `[rows]`.
         """
         num_rows, max_len = len(tokens), self._table.shape[1] * BLOCK
         shape = Shape.of(num_rows, longest if self._kernel is None else max_len, self._num_rows, max_len)
@@ -306,16 +282,7 @@ class ForwardPasses:
     def decode(self, cache: PagedCache, max_steps: int, version: int) -> tuple[int, dict[int, str]]:
         """Run one burst: decode steps between which neither the batch nor its sampling parameters change.
 
-        Args:
-            cache: the KV cache.
-            max_steps: upper bound of the number of steps.
-            version: policy version, for messages.
-
-        Returns:
-            The number of steps, and the reason for each request that cannot continue, by request number.
-
-        Raises:
-            DivergedError: the weights are not finite.
+        Returns the number of steps, and the reason for each request that cannot continue, by request number.
         """
         device = self.weights.device
         if any(s.request.gconfig.stop for s in self.scheduler.running):
@@ -362,16 +329,7 @@ class ForwardPasses:
     def _check(self, cache: PagedCache, proposals: list[list[int]], version: int) -> dict[int, str]:
         """Run one decode step in which rows may accept proposed tokens.
 
-        Args:
-            cache: the KV cache.
-            proposals: proposed tokens of each row.
-            version: policy version, for messages.
-
-        Returns:
-            The reason for each request that cannot continue, by request number.
-
-        Raises:
-            DivergedError: the weights are not finite.
+        Returns the reason for each request that cannot continue, by request number.
         """
         assert self.speculator is not None
         pairs, weights = list(zip(self.scheduler.running, proposals, strict=True)), self.weights
@@ -417,14 +375,8 @@ class ForwardPasses:
     ) -> dict[int, str]:
         """Give the sequences their tokens.
 
-        Args:
-            cache: the KV cache.
-            version: policy version, for messages.
-            rows: `[row][step]` each: tokens, log-probabilities and sampling log-probabilities.
-            kept_ids: `[row][step]`.
-
-        Returns:
-            The reason for each request that cannot continue, by request number.
+        `rows`: `[row][step]` each: tokens, log-probabilities and sampling log-probabilities. `kept_ids`: `[row][step]`.
+        Returns the reason for each request that cannot continue, by request number.
         """
         ids, logprobs, sampling_logprobs = rows
         sequences = self.scheduler.running
@@ -456,11 +408,7 @@ class ForwardPasses:
         return self.rules.length_at_stop(sequence.request, sequence.tokens, start, sequence.prompt_len)
 
     def _give_up(self, cache: PagedCache, version: int, sequences: Sequence[RunningSequence]) -> dict[int, str]:
-        """Return the reason for each of these requests, whose logits are not finite.
-
-        Raises:
-            DivergedError: the weights are not finite.
-        """
+        """Return the reason for each of these requests, whose logits are not finite."""
         names = nonfinite_names(self.weights.parameter_shards())
         if not all(self.rules.agreed([not names])):
             found = ", ".join(names[:3]) or "in the shard of another rank"
@@ -516,15 +464,7 @@ def _steps(model: ShardedModel, plan: StepsPlan, positions: Tensor) -> Steps:
 
 
 def tiles_of(chunk: Chunk, tokens: Sequence[int]) -> Iterator[Chunk]:
-    """Yield the tiles of BLOCK positions that cover a chunk.
-
-    Args:
-        chunk: tokens to prefill.
-        tokens: all tokens of the sequence.
-
-    Yields:
-        Chunks, of which the last one may have padding.
-    """
+    """Yield the tiles of BLOCK positions that cover a chunk."""
     for start in range(chunk.start - chunk.start % BLOCK, chunk.stop, BLOCK):
         part = tokens[start : min(start + BLOCK, chunk.stop)]
         yield Chunk(chunk.row, start, start + BLOCK, part, num_padding=BLOCK - len(part), pages=chunk.pages)
@@ -535,12 +475,8 @@ def tiled_steps(
 ) -> Steps:
     """Return the steps of a burst in which DECODE_ROWS rows are computed at a time.
 
-    Args:
-        model: the model.
-        cache: the KV cache.
-        table: pages of each sequence, `[rows, pages]`.
-        lengths: length of each sequence, in tokens.
-        positions: positions of the input tokens, `[steps, rows]`.
+    `table`: pages of each sequence, `[rows, pages]`. `lengths`: length of each sequence, in tokens. `positions`:
+    positions of the input tokens, `[steps, rows]`.
     """
     num_rows, padding = len(lengths), -len(lengths) % DECODE_ROWS
     lengths, table = [*lengths, *[1] * padding], F.pad(table, (0, 0, 0, padding), value=TRASH)
@@ -562,11 +498,7 @@ def tiled_steps(
 
 @torch.inference_mode()
 def check_rows(model: ShardedModel, cache: PagedCache) -> None:
-    """Decode the same token in all rows of a tile, for a few steps.
-
-    Raises:
-        ConfigError: the logits of two rows differ in any bit.
-    """
+    """Decode the same token in all rows of a tile, for a few steps."""
     steps, device = 3, cache.device
     positions = torch.arange(steps, device=device)[:, None].expand(-1, DECODE_ROWS)
     table = torch.full((DECODE_ROWS, 1), TRASH, device=device)
@@ -585,11 +517,8 @@ def with_trained_logprobs(
 ) -> Sampled:
     """Return the results of `sample` with log-probabilities that have the bits of a deterministic train engine.
 
-    Args:
-        sampled: tokens, log-probabilities and kept ids. Those over reported kept ids have these bits already.
-        logits: `[rows, vocabulary]`.
-        gconfigs: sampling parameters of each row.
-        num_shards: parts into which training divides the vocabulary.
+    `sampled`: tokens, log-probabilities and kept ids. Those over reported kept ids have these bits already. `logits`:
+    `[rows, vocabulary]`.
     """
     tokens, before, sampling_logprobs, kept = sampled
     logprobs = torch.empty_like(before)

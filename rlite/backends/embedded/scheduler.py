@@ -218,8 +218,7 @@ class Scheduler:
         The chunks hold at most `max_prefill_tokens` tokens. Only a prompt longer than `max_prefill_tokens` is split,
         because a chunk that attends to an earlier chunk needs a slower kernel.
 
-        Returns:
-            The copies and chunks. No chunks are left at the end, when the copies precede decode steps.
+        Returns the copies and chunks. No chunks are left at the end, when the copies precede decode steps.
         """
         for sequence in self._filled:
             self._share_prompt(sequence)
@@ -276,8 +275,7 @@ class Scheduler:
     def _begin(self, sequence: RunningSequence, num_others: int) -> Prefix | None:
         """Give a sequence its pages.
 
-        Returns:
-            The prefix that the pages hold after the copies; None if there are too few pages.
+        Returns the prefix that the pages hold after the copies; None if there are too few pages.
         """
         wanted, prefix = len(sequence.tokens) - 1, Prefix()
         if self._shares and wanted:
@@ -347,8 +345,7 @@ class Scheduler:
     def reserve(self, steps: int) -> bool:
         """Give the running sequences the pages of so many steps, or none if there are too few.
 
-        Returns:
-            True if they have the pages.
+        Returns True if they have the pages.
         """
         missing = [max(0, num_pages(len(s.tokens) - 1 + steps) - len(s.pages)) for s in self.running]
         if sum(missing) > self.pool.num_available:
@@ -375,13 +372,10 @@ class Scheduler:
     ) -> None:
         """Append the tokens of one burst, end finished sequences, and close the gaps.
 
-        Args:
-            tokens: `[row][step]`.
-            logprobs: `[row][step]`, at the row's temperature.
-            sampling_logprobs: `[row][step]`, under the truncated distribution.
-            find_stop: `find_stop(sequence, start)` returns the length at which a completion contains a stop string, or
-                None. It is called for requests with stop strings; tokens from `start` on are new.
-            extras: columns `[row][step]` by name, for requests that ask for them.
+        `tokens`: `[row][step]`. `logprobs`: `[row][step]`, at the row's temperature. `sampling_logprobs`:
+        `[row][step]`, under the truncated distribution. `find_stop`: `find_stop(sequence, start)` returns the length at
+        which a completion contains a stop string, or None. It is called for requests with stop strings; tokens from
+        `start` on are new. `extras`: columns `[row][step]` by name, for requests that ask for them.
         """
         finished: list[tuple[RunningSequence, StopReason]] = []
         for row, (sequence, made) in enumerate(zip(self.running, tokens, strict=True)):
@@ -423,9 +417,8 @@ class Scheduler:
     def change_adapter(self, name: str | None, adapter: ServedAdapter | None) -> None:
         """Let the sequences of an adapter go on with another version of it. Their cache is recomputed.
 
-        Args:
-            name: name of the adapter; None is that of requests that name none.
-            adapter: the version; None is the base alone.
+        `name`: name of the adapter; None is that of requests that name none. `adapter`: the version; None is the base
+        alone.
         """
         moved = [sequence for sequence in self.running if sequence.request.adapter == name]
         self._filled = [sequence for sequence in self._filled if sequence not in moved]
@@ -438,11 +431,7 @@ class Scheduler:
                 sequence.take_adapter(adapter)
 
     def drain(self, version: int) -> list[TokenChunk]:
-        """Return one chunk for each request that made progress or ended since the last drain.
-
-        Args:
-            version: version of tokens that were made without an adapter.
-        """
+        """Return one chunk for each request that made progress or ended since the last drain."""
         ended, self._ended = self._ended, []
         chunks = [_report(sequence, version, reason) for sequence, reason in ended]
         others = (s for queue in (self.running, self.waiting) for s in queue if len(s.tokens) > s.num_reported)

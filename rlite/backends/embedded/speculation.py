@@ -101,9 +101,7 @@ class SuffixIndex:
     def find(self, sequence: RunningSequence, most: int) -> list[int]:
         """Return the tokens that are likely to follow, as many as the match is long.
 
-        Args:
-            sequence: a running sequence.
-            most: most tokens to return.
+        `most`: most tokens to return.
         """
         tokens, family = sequence.tokens, self._families.get(_family_of(sequence))
         if family is None or most < 1:
@@ -189,9 +187,7 @@ class Speculator:
 def kept_spans(sampled: Sequence[int], proposals: Sequence[Sequence[int]]) -> list[slice]:
     """Return which sampled tokens each row keeps: up to the first one that was not proposed, this one included.
 
-    Args:
-        sampled: tokens of all rows in order; each row has one more than it was proposed.
-        proposals: proposed tokens of each row.
+    `sampled`: tokens of all rows in order; each row has one more than it was proposed.
     """
     starts, spans = accumulate((len(p) + 1 for p in proposals), initial=0), []
     for start, proposal in zip(starts, proposals, strict=False):

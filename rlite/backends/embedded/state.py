@@ -35,21 +35,13 @@ class SlotStates:
         return state_bytes(self._states)
 
     def take(self, mixer: int, slots: slice) -> State:
-        """Return the state of a mixer in neighbouring slots. It shares the memory of the slots.
-
-        Args:
-            mixer: number of the mixer.
-            slots: the slots.
-        """
+        """Return the state of a mixer in neighbouring slots. It shares the memory of the slots."""
         return {key: tensor[slots] for key, tensor in self._states[mixer].items()}
 
     def put(self, mixer: int, slots: slice, state: State) -> None:
         """Store the state of a mixer in neighbouring slots.
 
-        Args:
-            mixer: number of the mixer.
-            slots: the slots.
-            state: the state, `[slots, ...]` each. What was taken and then changed in place is there already.
+        `state`: the state, `[slots, ...]` each. What was taken and then changed in place is there already.
         """
         for key, tensor in self.take(mixer, slots).items():
             if tensor.data_ptr() != state[key].data_ptr():

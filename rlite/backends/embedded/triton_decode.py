@@ -112,17 +112,9 @@ def paged_decode(
 ) -> Tensor:
     """Return the attention of one token of each row, whose keys and values are in the cache already.
 
-    Args:
-        query: `[rows, heads, key width]`.
-        keys: `[pages, BLOCK, kv_heads, key width]`.
-        values: `[pages, BLOCK, kv_heads, value width]`.
-        table: pages of the rows' sequences, int64 `[rows, pages]`.
-        positions: positions of the tokens, int64 `[rows]`.
-        weighting: terms by which the layer weights the values.
-        is_wide: compute products in float32.
-
-    Returns:
-        The output, `[rows, heads, value width]`.
+    `query`: `[rows, heads, key width]`. `keys`: `[pages, BLOCK, kv_heads, key width]`. `values`: `[pages, BLOCK,
+    kv_heads, value width]`. `table`: pages of the rows' sequences, int64 `[rows, pages]`. `positions`: positions of the
+    tokens, int64 `[rows]`. Returns the output, `[rows, heads, value width]`.
     """
     query, (rows, heads, key) = query.contiguous(), query.shape
     (_, page, kv_heads, value), (scale, window, softmax) = values.shape, weighting

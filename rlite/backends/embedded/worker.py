@@ -70,19 +70,7 @@ def prompt_logprobs(
 ) -> list[PromptLogprobs]:
     """Return the log-probabilities of each prompt's tokens but the first.
 
-    Args:
-        weights: the model.
-        prompts: token ids.
-        num_top: number of most likely tokens at each place.
-        max_tokens: most tokens of one forward pass.
-        is_alone: give each prompt forward passes of its own, so that its bits do not depend on other prompts.
-        adapter: adapter of all prompts.
-
-    Returns:
-        One entry per prompt.
-
-    Raises:
-        NonFiniteError: the model computes NaN or infinity for a prompt.
+    `num_top`: number of most likely tokens at each place. `max_tokens`: most tokens of one forward pass.
     """
     vocab_size = weights.config.get_text_config().vocab_size
     weights.use_adapters([adapter])
@@ -107,13 +95,8 @@ def prompt_logprobs(
 def pieces(prompts: Sequence[list[int]], max_tokens: int, is_alone: bool) -> Iterator[list[Chunk]]:
     """Yield the chunks of each forward pass: all tokens but the last of each prompt, in order.
 
-    Args:
-        prompts: token ids. `Chunk.row` is the index of a prompt.
-        max_tokens: most tokens of a piece.
-        is_alone: put no two prompts into one piece.
-
-    Yields:
-        Chunks. A chunk that starts within a prompt is the first of its piece.
+    `prompts`: token ids. `Chunk.row` is the index of a prompt. `max_tokens`: most tokens of a piece. Yields chunks. A
+    chunk that starts within a prompt is the first of its piece.
     """
     piece: list[Chunk] = []
     room = max_tokens
@@ -233,18 +216,9 @@ class EmbeddedWorker:
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
         """Accept `new`, end `aborted`, and run up to `max_steps` decode steps, fewer if no request is left.
 
-        Args:
-            new: requests, each of which continues after its `output_ids`.
-            aborted: numbers of requests that end with their tokens so far.
-            max_steps: upper bound of the number of decode steps; 0 only ends requests.
-
-        Returns:
-            One chunk for each request that made progress, ended, was refused or failed. A chunk of a refused or failed
-                request has an `error` and no tokens. Such a request does not end the others.
-
-        Raises:
-            ResidencyError: weights or KV cache are not on the device. Nothing was changed.
-            DivergedError: the weights are not finite. The worker can no longer be used.
+        `max_steps`: upper bound of the number of decode steps; 0 only ends requests. Returns one chunk for each request
+        that made progress, ended, was refused or failed. A chunk of a refused or failed request has an `error` and no
+        tokens. Such a request does not end the others.
         """
         cache = self._serving_cache()
         for request in new:
@@ -272,35 +246,11 @@ class EmbeddedWorker:
         return [*refused.values(), *others]
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens. Running requests are not touched.
-
-        Args:
-            prompts: token ids of the vocabulary.
-            num_top: number of most likely tokens at each place.
-
-        Returns:
-            One entry per prompt.
-
-        Raises:
-            DataError: a prompt is too long.
-            ResidencyError: weights or KV cache are not on the device.
-        """
+        """Return the log-probabilities of each prompt's tokens. Running requests are not touched."""
         return self._score(prompts, num_top, None)
 
     def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens with an adapter; see `prompt_logprobs`.
-
-        Args:
-            prompts: token ids of the vocabulary.
-            num_top: number of most likely tokens at each place.
-            adapter: name of the adapter.
-
-        Returns:
-            One entry per prompt.
-
-        Raises:
-            DataError: there is no such adapter.
-        """
+        """Return the log-probabilities of each prompt's tokens with an adapter; see `prompt_logprobs`."""
         if (error := self._adapter_objection(adapter)) is not None:
             raise DataError(error)
         return self._score(prompts, num_top, adapter)
@@ -325,16 +275,7 @@ class EmbeddedWorker:
 
     @torch.inference_mode()
     def stage_adapter(self, name: str | None, given: AdapterWeights, version: int) -> bool:
-        """Make a version of an adapter ready; see `AdapterWorker.stage_adapter`.
-
-        Args:
-            name: name of the adapter.
-            given: its values.
-            version: its version.
-
-        Returns:
-            Whether it changes a logit.
-        """
+        """Make a version of an adapter ready; see `AdapterWorker.stage_adapter`."""
         adapter = self._weights.make_adapter(name, given, version)
         ids = probe_ids(self.vocab_size, self.max_model_len)
 
@@ -367,8 +308,7 @@ class EmbeddedWorker:
     def _routing_objection(self, request: SequenceRequest, cache: PagedCache) -> str | None:
         """Record chosen experts from now on if a request asks for them.
 
-        Returns:
-            Why that is impossible.
+        Returns why that is impossible.
         """
         if ROUTED in request.extras:
             if self._weights.routing is None:
@@ -477,10 +417,7 @@ def adapter_obstacle(options: Mapping[str, Any]) -> str:
 def agreed(group: dist.ProcessGroup | None, device: torch.device, flags: list[bool]) -> list[bool]:
     """Return for each flag whether it is set on all ranks.
 
-    Args:
-        group: the ranks of the replica; None is one rank.
-        device: device of this rank.
-        flags: flags of this rank; equally many on each rank.
+    `group`: the ranks of the replica; None is one rank. `flags`: flags of this rank; equally many on each rank.
     """
     if group is None:
         return flags
@@ -494,12 +431,7 @@ NUM_NEW = 3
 
 
 def check_served(path: str, tensor_parallel_size: int) -> None:
-    """Refuse a checkpoint whose model the executor would compute differently from transformers.
-
-    Raises:
-        ConfigError: the model cannot be served; the message gives the reason.
-        CheckpointError: the config of the checkpoint is unusable.
-    """
+    """Refuse a checkpoint whose model the executor would compute differently from transformers."""
     config = load_config(path)
     model = meta_model(config)
     check_plain(config, path)
@@ -520,11 +452,7 @@ def check_served(path: str, tensor_parallel_size: int) -> None:
 
 @architecture.once_per_config
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Return the reason why the executor would compute another model than transformers, None if it would not.
-
-    Raises:
-        StorageError: the small copy of the model could not be written. This says nothing about the class.
-    """
+    """Return the reason why the executor would compute another model than transformers, None if it would not."""
     model = architecture.miniature(cls, config)
     try:
         with real_tensors(), torch.inference_mode(), architecture.saved(model) as folder:
@@ -540,13 +468,6 @@ def largest_error(model: PreTrainedModel, folder: str) -> float:
     """Return the largest difference between a generated token's log-probability and transformers' own forward.
 
     Differences are in units of the standard deviation of the logits.
-
-    Args:
-        model: a small model.
-        folder: folder of its checkpoint.
-
-    Raises:
-        ConfigError: the worker answers a request with an error.
     """
     first, second, third = (ids.tolist() for ids in architecture.sequences())
     prompts, turn = [first, second, third], [*first, *second] * 2
@@ -564,11 +485,7 @@ def largest_error(model: PreTrainedModel, folder: str) -> float:
 def _errors(
     worker: EmbeddedWorker, model: PreTrainedModel, prompts: list[list[int]]
 ) -> tuple[list[float], list[list[int]]]:
-    """Return the largest error of each answer to prompts, and the answers' tokens.
-
-    Raises:
-        ConfigError: the worker answers a request with an error.
-    """
+    """Return the largest error of each answer to prompts, and the answers' tokens."""
     # a temperature at which every token is likely: in a peaked distribution, wrong logits give the same log-probability
     temperature = float(architecture.alone(model).std())
     gconfig = GenerationHyperparameters(max_new_tokens=NUM_NEW, temperature=temperature, ignore_eos=True)
@@ -588,14 +505,7 @@ def _errors(
 
 
 def make_worker(context: WorkerContext, path: str, options: EmbeddedOptions, executor_size: int) -> EmbeddedWorker:
-    """Return one rank of one replica. The ranks of a replica share a process group.
-
-    Args:
-        context: the place of this worker.
-        path: folder of the checkpoint.
-        options: options of the executor.
-        executor_size: number of workers in a replica.
-    """
+    """Return one rank of one replica. The ranks of a replica share a process group."""
     group = subgroup(context.replica_ranks(executor_size)) if executor_size > 1 else None
     return EmbeddedWorker(path, options, torch.device(context.torch_device), group)
 

@@ -49,11 +49,7 @@ class BatchRunner:
     # -- training ------------------------------------------------------------------------------------------------
 
     def _learner(self, adapter: str | None) -> Learner:
-        """Return what learns: the module, or an adapter.
-
-        Raises:
-            ConfigError: there is no such adapter.
-        """
+        """Return what learns: the module, or an adapter."""
         if adapter is None:
             return self._whole
         if adapter not in self._adapters:
@@ -63,17 +59,7 @@ class BatchRunner:
     def train_batch(
         self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
     ) -> dict[str, Any]:
-        """Make one optimizer step on a batch; see `TrainWorker.train_batch`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean; None takes losses as sums.
-            adapter: the adapter that learns; None is the module.
-
-        Returns:
-            The results of `forward_backward` and `optimizer_step`.
-        """
+        """Make one optimizer step on a batch; see `TrainWorker.train_batch`."""
         learner = self._learner(adapter)
         optimizer_of(learner, "train_batch")
         learner.forget()
@@ -83,20 +69,7 @@ class BatchRunner:
     def forward_backward(
         self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
     ) -> dict[str, Any]:
-        """Accumulate the gradients of a batch; see `TrainWorker.forward_backward`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean; None takes losses as sums.
-            adapter: the adapter that learns; None is the module.
-
-        Returns:
-            Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's tokens.
-
-        Raises:
-            ConfigError: the loss of a pack with a weight has no gradient; or means and sums are mixed.
-        """
+        """Accumulate the gradients of a batch; see `TrainWorker.forward_backward`."""
         learner, is_sum = self._learner(adapter), loss_weight_fn is None
         learner.begin(is_sum)
         packs, weights, added = self._packs(share, loss_weight_fn)
@@ -148,15 +121,7 @@ class BatchRunner:
         routing.expect(self._everyone)
 
     def optimizer_step(self, adapter: str | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
-        """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`.
-
-        Args:
-            adapter: the adapter that learns; None is the module.
-            settings: new values of the optimizer's options, and `max_grad_norm`.
-
-        Returns:
-            `grad_norm`, `lr`, `weight` and `is_skipped`.
-        """
+        """Clip gradients and make one optimizer step; see `TrainWorker.optimizer_step`."""
         learner = self._learner(adapter)
         optimizer = optimizer_of(learner, "optimizer_step")
         own = dict(settings or {})
@@ -181,17 +146,7 @@ class BatchRunner:
     def eval_batch(
         self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
     ) -> dict[str, Any]:
-        """Evaluate a batch without gradients; see `TrainWorker.eval_batch`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            loss_fn: the mean loss of a pack.
-            loss_weight_fn: weight of a pack's mean; None takes losses as sums.
-            adapter: compute with this adapter.
-
-        Returns:
-            Weighted means over all ranks, by name, and `weight`; for each `PerToken` the values of this rank's tokens.
-        """
+        """Evaluate a batch without gradients; see `TrainWorker.eval_batch`."""
         packs, weights, total = self._packs(share, loss_weight_fn)
         sums = LossSums()
         values: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -212,17 +167,7 @@ class BatchRunner:
         without_adapters: bool,
         adapter: str | None = None,
     ) -> Tensor:
-        """Apply `post_hook` to every pack; see `TrainWorker.forward`.
-
-        Args:
-            share: this data rank's rows and microbatches.
-            post_hook: `post_hook(logits [T, V], data) -> [T, ...]`.
-            without_adapters: switch the module's own adapters off meanwhile.
-            adapter: compute with this adapter.
-
-        Returns:
-            The values [T, ...] of the tokens of the share's own rows, on CPU.
-        """
+        """Apply `post_hook` to every pack; see `TrainWorker.forward`."""
         found: list[Tensor] = []
         own = self.module.without_adapters() if without_adapters else self._learner(adapter).active()
         with fsdp.resharded(self.module), _evaluating(self.module), own:
@@ -272,15 +217,7 @@ class BatchRunner:
 
 
 def optimizer_of(learner: Learner, what: str) -> torch.optim.Optimizer:
-    """Return the optimizer of what learns.
-
-    Args:
-        learner: what learns.
-        what: name of the method that needs it.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the optimizer of what learns."""
     if learner.optimizer is None:
         raise ConfigError(f"{what} needs self.optimizer: set it in on_weights_materialized")
     return learner.optimizer
@@ -317,8 +254,6 @@ def _counting(rows: list[int]) -> AbstractContextManager[Any]:
 def own_tokens(rows: list[int], values: Tensor) -> Tensor:
     """Return the values [T, ...] of a pack, or no values [0, ...] of a microbatch that has only padding rows.
 
-    Args:
-        rows: row numbers of the microbatch; an empty microbatch has none.
-        values: values of the pack's tokens.
+    `rows`: row numbers of the microbatch; an empty microbatch has none.
     """
     return values if rows else values[:0]

@@ -29,13 +29,7 @@ EAGER = "layers run without torch.compile"
 def check_compile(module: Any, tp_size: int, use_liger_kernel: bool) -> None:
     """Check that layers may be compiled. Called before any process starts.
 
-    Args:
-        module: the module, on the meta device.
-        tp_size: workers that share each matrix.
-        use_liger_kernel: the option of this name.
-
-    Raises:
-        ConfigError: the layers compute with more than tensors, or are replaced by other kernels.
+    `module`: the module, on the meta device.
     """
     reason = None
     if use_liger_kernel:

@@ -63,13 +63,7 @@ class Learner(ABC):
     def clip(self, max_norm: float, mesh: fsdp.TrainMesh, group: dist.ProcessGroup) -> float:
         """Scale the gradients, as averaged over ranks, down to a global norm; a collective.
 
-        Args:
-            max_norm: the largest norm allowed.
-            mesh: this rank's place in the mesh.
-            group: all workers of the engine.
-
-        Returns:
-            The norm before clipping.
+        Returns the norm before clipping.
         """
 
     @contextmanager
@@ -78,14 +72,7 @@ class Learner(ABC):
         yield
 
     def begin(self, is_sum: bool) -> None:
-        """Prepare for the gradients of a further batch.
-
-        Args:
-            is_sum: the batch's loss is a sum.
-
-        Raises:
-            ConfigError: a batch with the other kind of loss has accumulated gradients.
-        """
+        """Prepare for the gradients of a further batch."""
         if not self.has_gradients():
             self.weight, self.is_finite = 0.0, True
         elif self.weight == 0:
@@ -109,11 +96,7 @@ class Learner(ABC):
         self.is_sum = accumulated.get("is_sum", False)
 
     def divisor(self, weight: float) -> float:
-        """Return the number by which gradients are divided while they accumulate.
-
-        Args:
-            weight: weight of all batches since the last step.
-        """
+        """Return the number by which gradients are divided while they accumulate."""
         return 1.0 if self.is_sum else weight
 
     def scale_to(self, divisor: float) -> None:
@@ -128,14 +111,7 @@ class Learner(ABC):
         self.weight, self.is_finite = 0.0, True
 
     def set(self, settings: Mapping[str, Any]) -> None:
-        """Set options of the optimizer, for this step and later ones.
-
-        Args:
-            settings: values by the optimizer's own names.
-
-        Raises:
-            ConfigError: the optimizer does not have the option. Nothing was changed.
-        """
+        """Set options of the optimizer, for this step and later ones."""
         groups = self.optimizer.param_groups if self.optimizer else []
         for group in groups:
             if unknown := settings.keys() - group.keys():
@@ -165,16 +141,7 @@ class WholeModule(Learner):
         return list(self._module.parameters())
 
     def clip(self, max_norm: float, mesh: fsdp.TrainMesh, group: dist.ProcessGroup) -> float:
-        """Scale the gradients down; see `Learner.clip`. FSDP has averaged them.
-
-        Args:
-            max_norm: the largest norm allowed.
-            mesh: this rank's place in the mesh.
-            group: all workers of the engine.
-
-        Returns:
-            The norm before clipping.
-        """
+        """Scale the gradients down; see `Learner.clip`. FSDP has averaged them."""
         return fsdp.clip_gradients(self._module.parameters(), max_norm, mesh, group)
 
     def forget(self) -> None:
@@ -224,24 +191,11 @@ class Adapter(Learner):
         return [p for pair in self.factors.values() for p in pair]  # type: ignore[misc]
 
     def divisor(self, weight: float) -> float:
-        """Return 1: gradients are those of a sum until `clip`, so that calls of any sizes add up without rounding.
-
-        Args:
-            weight: weight of all batches since the last step.
-        """
+        """Return 1: gradients are those of a sum until `clip`, so that calls of any sizes add up without rounding."""
         return 1.0
 
     def clip(self, max_norm: float, mesh: fsdp.TrainMesh, group: dist.ProcessGroup) -> float:
-        """Average the gradients over all ranks, each of which has tokens of its own, and scale them down.
-
-        Args:
-            max_norm: the largest norm allowed.
-            mesh: this rank's place in the mesh.
-            group: all workers of the engine.
-
-        Returns:
-            The norm before clipping.
-        """
+        """Average the gradients over all ranks, each of which has tokens of its own, and scale them down."""
         parameters = self.parameters()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -259,11 +213,7 @@ class Adapter(Learner):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Add the adapter's products to the outputs of its layers, and freeze the module, inside the block.
-
-        Yields:
-            None.
-        """
+        """Add the adapter's products to the outputs of its layers, and freeze the module, inside the block."""
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         hooks = []
         for parameter in trained:
@@ -304,8 +254,7 @@ class Adapter(Learner):
     def state(self, is_whole: bool) -> dict[str, Any]:
         """Return the state to resume from, as tensors on CPU and plain values.
 
-        Args:
-            is_whole: with what all ranks have alike; otherwise this rank's gradients alone.
+        `is_whole`: with what all ranks have alike; otherwise this rank's gradients alone.
         """
         own: dict[str, Any] = {**self.accumulated(), "gradients": [p.grad for p in self.parameters()]}
         if is_whole:
@@ -315,12 +264,7 @@ class Adapter(Learner):
 
     @torch.no_grad()
     def take_state(self, whole: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Resume from a state.
-
-        Args:
-            whole: a state of any rank with what all ranks have alike.
-            own: the state of this rank.
-        """
+        """Resume from a state."""
         self._optimizer.load_state_dict(whole["optimizer"])
         for parameter, value, gradient in zip(self.parameters(), whole["values"], own["gradients"], strict=True):
             parameter.copy_(value)
@@ -341,12 +285,7 @@ class Adapter(Learner):
 
         Accumulated gradients are dropped.
 
-        Args:
-            given: the values.
-            state: state of the optimizer; None begins anew, with the settings so far.
-
-        Raises:
-            CheckpointError: the state belongs to another adapter. Nothing was changed.
+        `state`: state of the optimizer; None begins anew, with the settings so far.
         """
         if state is None:
             self._optimizer.state.clear()
@@ -368,13 +307,7 @@ class Adapter(Learner):
     def write(self, path: Path, facts: Mapping[str, Any], has_state: bool) -> None:
         """Write PEFT's files and the optimizer's state, whole or not at all. Gradients are left out.
 
-        Args:
-            path: the folder to make or replace.
-            facts: JSON-serialisable facts, sealed with the files.
-            has_state: write the optimizer's state, too.
-
-        Raises:
-            CheckpointError: the files could not be written.
+        `facts`: JSON-serialisable facts, sealed with the files.
         """
         try:
             folder = staging(path)
@@ -398,16 +331,7 @@ class Adapter(Learner):
 def check_adapter(module: BaseTrainModule, options: Fsdp2Options, adapter: LoraOptions) -> LoraOptions:
     """Refuse an adapter that cannot be trained beside a module, before a worker makes it.
 
-    Args:
-        module: the module on meta.
-        options: options of the executor.
-        adapter: options of the adapter.
-
-    Returns:
-        The options with the whole names of the layers.
-
-    Raises:
-        ConfigError: the message gives the reason.
+    Returns the options with the whole names of the layers.
     """
     has_own = isinstance(module, LoraTrainModule) and module.lora is not None
     obstacles = {
@@ -427,16 +351,7 @@ def check_adapter(module: BaseTrainModule, options: Fsdp2Options, adapter: LoraO
 
 
 def read_adapter(module: BaseTrainModule, folder: Path) -> LoraOptions:
-    """Return the form of an adapter in PEFT's format.
-
-    Args:
-        module: the module on meta.
-        folder: folder of the adapter.
-
-    Raises:
-        ConfigError: the adapter belongs to another base model, or is more than factors beside linear layers.
-        CheckpointError: a file cannot be read.
-    """
+    """Return the form of an adapter in PEFT's format."""
     found, layers = AdapterWeights.read(folder), stored_layers(module)
     check_fit(found, f"the adapter {folder}", {stored: layer.weight.shape for stored, (_, layer) in layers.items()})
     own = [name for stored, (name, _) in layers.items() if stored in found.factors]

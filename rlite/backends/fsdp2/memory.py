@@ -95,12 +95,9 @@ class Choice:
 def choose(options: Fsdp2Options, footprint: Footprint, free: int, num_shards: int, device: str) -> Choice:
     """Return the fastest options that fit, or those that save most if none fits.
 
-    Args:
-        options: options of the executor; a value that is not "auto" is kept.
-        footprint: estimate of a rank's memory.
-        free: bytes that are free.
-        num_shards: ranks that share the weights. A single rank has nothing to reshard.
-        device: type of the device; an optimizer's state on a CPU is on the host already.
+    `options`: options of the executor; a value that is not "auto" is kept. `free`: bytes that are free. `num_shards`:
+    ranks that share the weights. A single rank has nothing to reshard. `device`: type of the device; an optimizer's
+    state on a CPU is on the host already.
     """
     given = {name: value for name in NAMES if (value := getattr(options, name)) != "auto"}
     candidates = [replace(each, **given) for each in _candidates(num_shards > 1, device == "cuda")]
@@ -126,15 +123,7 @@ def _candidates(can_reshard: bool, can_offload: bool) -> Iterator[Savings]:
 def footprint_of(
     module: Any, options: Fsdp2Options, dims: ParallelDims, compute: torch.dtype, device: str
 ) -> Footprint:
-    """Return the estimate of a rank's memory for a module on meta.
-
-    Args:
-        module: the whole module.
-        options: options of the executor.
-        dims: the division of the work.
-        compute: dtype of forward and backward passes.
-        device: type of the device.
-    """
+    """Return the estimate of a rank's memory for a module on meta."""
     master, units = getattr(torch, options.param_dtype), module.fsdp_units()
     num_parameters, num_trained = _numel(module, dims.tensor), _numel(module, dims.tensor, is_trained=True)
     per_token = [_saved_numbers(unit, module) * compute.itemsize for unit in units] or [0]
@@ -177,9 +166,7 @@ def _width(unit: nn.Module) -> int:
 def free_bytes(device: torch.device, group: dist.ProcessGroup) -> int:
     """Return the bytes that are free for each rank, the least of all ranks; a collective.
 
-    Args:
-        device: device of this rank. CPU slots share the memory of their host.
-        group: all ranks.
+    `device`: device of this rank. CPU slots share the memory of their host.
     """
     if device.type == "cuda":
         give_back_cached_memory()

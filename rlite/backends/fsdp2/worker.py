@@ -80,15 +80,8 @@ def divide(
 ) -> tuple[SharedArena | None, CompiledLayers | None]:
     """Shard a module and allocate its weights, unwritten.
 
-    Args:
-        module: the whole module, on the meta device.
-        options: options of the executor.
-        savings: the options that save memory, as they were chosen.
-        mesh: this rank's place in the mesh.
-        device: device of this rank's part of the weights.
-
-    Returns:
-        The shared memory that holds the weights, on CPU; and the compiled layers, if layers are compiled.
+    `module`: the whole module, on the meta device. Returns the shared memory that holds the weights, on CPU; and the
+    compiled layers, if layers are compiled.
     """
     param_dtype, compute_dtype = getattr(torch, options.param_dtype), dtype_of(options, device.type)
     if options.use_liger_kernel:
@@ -128,15 +121,8 @@ def head_kernels(device_type: str) -> ModuleType | None:
 def read_weights(module: BaseTrainModule, path: str | None = None) -> StoredCheckpoint | None:
     """Fill this rank's boxes from a Hugging Face folder or the module's own source. Only these boxes are read.
 
-    Args:
-        module: the sharded module.
-        path: a Hugging Face folder; None is the module's own source.
-
-    Returns:
-        The folder that was read; None if the source is no folder.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or is not finite.
+    `path`: a Hugging Face folder; None is the module's own source. Returns the folder that was read; None if the source
+    is no folder.
     """
     source = module.materialization_source() if path is None else path
     reader: Any
@@ -180,18 +166,7 @@ class _Tensors(Held):
 
 
 def export(module: BaseTrainModule, path: Path, form: StoredForm, is_writer: bool, group: dist.ProcessGroup) -> None:
-    """Write a Hugging Face checkpoint; a collective of all ranks.
-
-    Args:
-        module: the sharded module.
-        path: the folder to make.
-        form: the form of the checkpoint.
-        is_writer: whether this rank writes.
-        group: process group of all ranks.
-
-    Raises:
-        CheckpointError: on the writer, the checkpoint could not be written. `path` is unchanged.
-    """
+    """Write a Hugging Face checkpoint; a collective of all ranks."""
     trained: dict[str, Tensor] = {}
     if isinstance(module, LoraTrainModule) and module.lora is not None:
         trained = {name: fsdp.full_tensor(p) for name, p in module.named_parameters() if p.requires_grad}
@@ -304,13 +279,7 @@ class Fsdp2Worker(BatchRunner):
     # -- methods of the module -----------------------------------------------------------------------------------
 
     def invoke(self, args: tuple, kwargs: dict, method: str) -> Any:
-        """Return the result of a method of the user's module.
-
-        Args:
-            args: positional arguments.
-            kwargs: keyword arguments.
-            method: name of the method.
-        """
+        """Return the result of a method of the user's module."""
         with fsdp.resharded(self.module):
             return getattr(self.module, method)(*args, **kwargs)
 
@@ -327,11 +296,7 @@ class Fsdp2Worker(BatchRunner):
     def step_lr_scheduler(self) -> float:
         """Advance the module's `lr_scheduler`.
 
-        Returns:
-            The new learning rate.
-
-        Raises:
-            ConfigError: the module has no lr_scheduler.
+        Returns the new learning rate.
         """
         if self.module.lr_scheduler is None:
             raise ConfigError("step_lr_scheduler needs self.lr_scheduler: set it in on_weights_materialized")
@@ -427,13 +392,7 @@ class Fsdp2Worker(BatchRunner):
     # -- adapters ------------------------------------------------------------------------------------------------
 
     def add_adapter(self, name: str, options: LoraOptions, seed: int) -> None:
-        """Add an adapter; see `AdapterTrainWorker.add_adapter`.
-
-        Args:
-            name: a new name.
-            options: rank, scale and layers.
-            seed: seed of the initial values.
-        """
+        """Add an adapter; see `AdapterTrainWorker.add_adapter`."""
         self._adapters[name] = Adapter(self.module, options, seed, self._options, self._mesh)
 
     def remove_adapter(self, name: str) -> None:
@@ -452,39 +411,19 @@ class Fsdp2Worker(BatchRunner):
         return self._adapters[name].weights() if self._context.rank == 0 else None
 
     def save_adapter(self, name: str, path: str, facts: dict[str, Any], has_state: bool = True) -> None:
-        """Write an adapter and its optimizer's state; see `AdapterTrainWorker.save_adapter`.
-
-        Args:
-            name: the adapter.
-            path: the folder to make or replace.
-            facts: JSON-serialisable facts, sealed with the files.
-            has_state: write the state of its optimizer, too.
-        """
+        """Write an adapter and its optimizer's state; see `AdapterTrainWorker.save_adapter`."""
         if self._context.rank == 0:
             self._adapters[name].write(Path(path), facts, has_state)
 
     def load_adapter(self, name: str, path: str, has_state: bool) -> None:
-        """Read an adapter; see `AdapterTrainWorker.load_adapter`.
-
-        Args:
-            name: the adapter.
-            path: a folder with PEFT's files.
-            has_state: read the state of its optimizer, too.
-        """
+        """Read an adapter; see `AdapterTrainWorker.load_adapter`."""
         state = sharded.load_values(Path(path) / OPTIMIZER) if has_state else None
         self._adapters[name].take(AdapterWeights.read(Path(path)), state)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str, path: str, facts: dict[str, Any], is_asynchronous: bool) -> None:
-        """Write the state to resume from; see `TrainWorker.save_state`.
-
-        Args:
-            folder: folder in which every rank writes.
-            path: final name of the folder.
-            facts: JSON-serialisable facts, sealed with the checkpoint.
-            is_asynchronous: copy the state and return; write while training continues.
-        """
+        """Write the state to resume from; see `TrainWorker.save_state`."""
         memory = self._snapshot_memory if self._device.type == "cuda" else None  # elsewhere it need not be pinned
         state = self._snapshot(is_asynchronous, memory)
         group = subgroup(self._context.world_ranks, "checkpoint", "gloo")
@@ -547,12 +486,7 @@ class Fsdp2Worker(BatchRunner):
                 raise CheckpointError(f"{folder}: {told}; resume in that layout, or save after optimizer_step")
 
     def _resume(self, accumulated: dict[str, Any], whole: Mapping[str, Any]) -> None:
-        """Take over what belongs to the gradients, and adapters.
-
-        Args:
-            accumulated: this rank's.
-            whole: that of a rank which holds adapters whole.
-        """
+        """Take over what belongs to the gradients, and adapters."""
         self._whole.resume(accumulated)
         self._adapters = {}
         for name, own in accumulated.get("adapters", {}).items():
@@ -636,24 +570,13 @@ class Fsdp2Worker(BatchRunner):
 def layout(num_workers: int, executor_size: int, options: Fsdp2Options) -> ParallelDims:
     """Return the division of the work over the workers.
 
-    Args:
-        num_workers: number of workers in all copies of the model.
-        executor_size: number of workers that hold one copy.
-        options: sizes within a copy.
-
-    Raises:
-        ConfigError: the sizes do not divide; the message shows the equation.
+    `num_workers`: number of workers in all copies of the model.
     """
     return ParallelDims.of(num_workers, executor_size, options.sp_size, options.tp_size, options.ep_size)
 
 
 def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
-    """Refuse a module that cannot be computed with these options.
-
-    Raises:
-        ConfigError: the message gives the reason.
-        CheckpointError: the module's source holds tensors that the module would leave out.
-    """
+    """Refuse a module that cannot be computed with these options."""
     module.check_architecture()
     if has_gpus() and options.compute_dtype != "float32":
         module.check_gpu_kernels()
@@ -680,12 +603,7 @@ def check_module(module: BaseTrainModule, options: Fsdp2Options) -> None:
 
 
 def prefix_obstacle(module: BaseTrainModule, options: Fsdp2Options) -> str | None:
-    """Return why every row of a pack is computed whole; None if tokens with which rows begin alike are computed once.
-
-    Args:
-        module: the module on meta.
-        options: options of the executor.
-    """
+    """Return why every row of a pack is computed whole; None if tokens that rows begin with are computed once."""
     if not options.share_prefixes:
         return "share_prefixes=false"
     if options.deterministic:

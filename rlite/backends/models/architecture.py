@@ -103,9 +103,6 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     The small model has all layers of the large one, because code may tell layers apart by their numbers alone.
 
     For a config that it cannot use, the class raises its own error.
-
-    Raises:
-        ConfigError: the config has too many layers of different kinds.
     """
     with real_tensors(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.manual_seed(0)
@@ -123,11 +120,7 @@ def miniature(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
 def saved(model: PreTrainedModel) -> Iterator[str]:
     """Write a checkpoint into a temporary folder, without transformers' progress bar.
 
-    Yields:
-        Path of the folder.
-
-    Raises:
-        StorageError: it could not be written.
+    Yields the path of the folder.
     """
     with TemporaryDirectory() as folder:
         try:
@@ -140,11 +133,7 @@ def saved(model: PreTrainedModel) -> Iterator[str]:
 
 
 def miniature_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return `config` with small sizes, and all its layers.
-
-    Raises:
-        ConfigError: there are too many layers to build them all.
-    """
+    """Return `config` with small sizes, and all its layers."""
     names = {real: standard for standard, real in config.attribute_map.items()}
     values = {key: value for key, value in config.to_dict().items() if key not in NOT_COPIED and key[0] != "_"}
     standard = {names.get(key, key): value for key, value in values.items()}
@@ -276,26 +265,14 @@ def once_per_config(check: Check) -> Check:
 
 
 def check_architecture(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Refuse a model that a pack would compute differently from transformers.
-
-    Args:
-        cls: the transformers class.
-        config: the model's config.
-
-    Raises:
-        ConfigError: the model is refused; the message gives the reason.
-    """
+    """Refuse a model that a pack would compute differently from transformers."""
     reason = refusal(cls, config)
     if reason is not None:
         raise ConfigError(f"{cls.__name__} ({config.model_type!r}) {reason}. {REMEDY}")
 
 
 def check_gpu_kernels(cls: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Refuse a model that the attention kernels of GPUs do not take, in float16 and bfloat16.
-
-    Raises:
-        ConfigError: heads are too wide, or scores are capped; the message says which.
-    """
+    """Refuse a model that the attention kernels of GPUs do not take, in float16 and bfloat16."""
     layers = attention_layers(cls, config).values()
     if wide := [layer for layer in layers if max(layer.key_width, layer.value_width) > MAX_FLASH_WIDTH]:
         found = f"has heads of width {wide[0].key_width} and values of width {wide[0].value_width}"
@@ -313,11 +290,7 @@ def check_gpu_kernels(cls: type[PreTrainedModel], config: PreTrainedConfig) -> N
 @torch.inference_mode(False)
 @torch.no_grad()
 def refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Return why a pack would be computed differently from transformers, None if it would not.
-
-    Raises:
-        StorageError: the small model could not be written.
-    """
+    """Return why a pack would be computed differently from transformers, None if it would not."""
     try:
         model = miniature(cls, config)
         has_experts = bool(experts_of(model))
@@ -411,11 +384,7 @@ def _renamed(model: PreTrainedModel) -> str | None:
 
 
 def check_container(config: PreTrainedConfig) -> None:
-    """Refuse a multimodal model whose text model computes other logits of a text by itself.
-
-    Raises:
-        ConfigError: the message gives the reason.
-    """
+    """Refuse a multimodal model whose text model computes other logits of a text by itself."""
     if (reason := _container_refusal(container_class(config), config)) is not None:
         told = f"{container_class(config).__name__} ({config.model_type!r}) {reason}, so its text model is not trained"
         raise ConfigError(f"{told} or served alone. {REMEDY}")
@@ -554,10 +523,7 @@ def alone(model: PreTrainedModel, rows: Sequence[Tensor] | None = None) -> Tenso
 def packed(model: PreTrainedModel, rows: Sequence[Tensor] | None = None, sharing: Sharing | None = None) -> Tensor:
     """Return the outputs of one forward over a pack of sequences, as the train engine computes it.
 
-    Args:
-        model: the model.
-        rows: the sequences; by default those of `sequences`.
-        sharing: tokens that are computed once for several sequences.
+    `rows`: the sequences; by default those of `sequences`.
     """
     rows = rows or sequences()
     lengths = [len(row) for row in rows]
@@ -586,10 +552,6 @@ def prefix_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str 
     """Return why tokens with which sequences of a pack begin alike cannot be computed once; None if they can.
 
     Outputs and gradients of a small model must be those of whole sequences.
-
-    Args:
-        cls: the transformers class.
-        config: the model's config.
     """
     rows, sharing = _branches()
     try:
@@ -616,14 +578,8 @@ _QUANTISED = re.compile(r"scale|zero|absmax|quant|packed|g_idx|_blocks$|SCB$")
 def check_fit(reader: Any, path: str | Path, model: nn.Module, shapes: Mapping[str, Shape] | None = None) -> None:
     """Refuse a checkpoint that lacks tensors of the model, or whose tensors it would leave out or read as others.
 
-    Args:
-        reader: a `StoredCheckpoint`, or another reader of its interface.
-        path: the checkpoint, for messages.
-        model: the model; of a transformers class, tied names and names to ignore are known.
-        shapes: shapes of its parameters and stored buffers, if the model holds parts of them.
-
-    Raises:
-        CheckpointError: the message names a tensor and the remedy.
+    `model`: the model; of a transformers class, tied names and names to ignore are known. `shapes`: shapes of its
+    parameters and stored buffers, if the model holds parts of them.
     """
     expected, names = shapes or own_shapes(model), set(reader.names())
     problem = _other_type(reader, sorted(names.intersection(expected))) or _untied(reader, names, model)

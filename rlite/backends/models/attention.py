@@ -65,9 +65,7 @@ class Softmax(NamedTuple):
     def probabilities(self, scores: Tensor, bias: Tensor) -> Tensor:
         """Return the probabilities of keys, which sum to less than 1 if there are sinks.
 
-        Args:
-            scores: [..., H, queries, keys].
-            bias: added after the cap; -inf hides a key.
+        `scores`: [..., H, queries, keys]. `bias`: added after the cap; -inf hides a key.
         """
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -163,23 +161,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention inside each sequence of a pack.
 
-    Args:
-        module: the model's attention module.
-        query: [1, H, T, D].
-        key: [1, K, T, D].
-        value: [1, K, T, width of values].
-        attention_mask: None; the layout replaces it.
-        scaling: factor of the scores; default: 1 / sqrt(D).
-        dropout: share of attention weights that is set to 0.
-        packed_layout: boundaries of the sequences; default: those of the `attention` block.
-        **kwargs: the model's further arguments. With `sliding_window` a token sees that many tokens, itself included.
-            `softcap` and `s_aux` change the softmax.
-
-    Returns:
-        [1, T, H, width of values], and None for the weights.
-
-    Raises:
-        ConfigError: there is dropout on CUDA or with a context-parallel share.
+    `query`: [1, H, T, D]. `key`: [1, K, T, D]. `value`: [1, K, T, width of values]. `attention_mask`: None; the layout
+    replaces it. `scaling`: factor of the scores; default: 1 / sqrt(D). `dropout`: share of attention weights that is
+    set to 0. `packed_layout`: boundaries of the sequences; default: those of the `attention` block. `**kwargs`: the
+    model's further arguments. With `sliding_window` a token sees that many tokens, itself included. `softcap` and
+    `s_aux` change the softmax. Returns [1, T, H, width of values], and None for the weights.
     """
     packed_layout = packed_layout or LAYOUT.get()
     if packed_layout is None:
@@ -216,11 +202,7 @@ def packed_attention(
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return which keys the queries see, bool [num_queries, num_keys]; the last query belongs to the last key.
 
-    Args:
-        num_queries: number of queries.
-        num_keys: number of keys.
-        window: keys that a query sees; None is all.
-        device: device of the mask.
+    `window`: keys that a query sees; None is all.
     """
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
     return mask if window is None else mask.triu(num_keys - num_queries - window + 1)
@@ -228,16 +210,7 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 
 @contextmanager
 def attention(config: PretrainedConfig, implementation: str, layout: PackedLayout | None = None) -> Iterator[None]:
-    """Make models of `config` use this attention inside the block.
-
-    Args:
-        config: the models' config.
-        implementation: name of the attention.
-        layout: the pack that `PACKED` computes.
-
-    Yields:
-        None.
-    """
+    """Make models of `config` use this attention inside the block."""
     before, token = config._attn_implementation, LAYOUT.set(layout)
     config._attn_implementation = implementation
     try:
@@ -258,14 +231,9 @@ def causal_attention(
 ) -> Tensor:
     """Return attention of one sequence, [1, H, queries, width of values]; the last query belongs to the last key.
 
-    Args:
-        q: [1, H, queries, D].
-        k: [1, K, keys, D].
-        v: [1, K, keys, width of values].
-        scaling: factor of the scores; default: 1 / sqrt(D).
-        window: keys that a query sees; None is all.
-        softmax: the softmax of the scores.
-        dropout: share of attention weights that is set to 0.
+    `q`: [1, H, queries, D]. `k`: [1, K, keys, D]. `v`: [1, K, keys, width of values]. `scaling`: factor of the scores;
+    default: 1 / sqrt(D). `window`: keys that a query sees; None is all. `dropout`: share of attention weights that is
+    set to 0.
     """
     if scaling is None:
         scaling = q.shape[-1] ** -0.5
@@ -284,11 +252,7 @@ def causal_attention(
 def of_one_width(q: Tensor, k: Tensor, v: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors with zeros at the ends of narrower heads: most kernels take one width.
 
-    Args:
-        q: [..., D].
-        k: [..., D].
-        v: [..., width of values].
-        multiple: the width becomes a multiple of it.
+    `q`: [..., D]. `k`: [..., D]. `v`: [..., width of values].
     """
     width = max(q.shape[-1], v.shape[-1])
     width += -width % multiple
@@ -316,14 +280,8 @@ def attention_of_scores(
 ) -> Tensor:
     """Return attention [B, H, queries, width of values] from scores that are held in memory.
 
-    Args:
-        q: [B, H, queries, D].
-        k: [B, K, keys, D].
-        v: [B, K, keys, width of values].
-        bias: added to the scores [B, H, queries, keys]; -inf hides a key.
-        scaling: factor of the scores.
-        softmax: the softmax of the scores.
-        dropout: share of attention weights that is set to 0.
+    `q`: [B, H, queries, D]. `k`: [B, K, keys, D]. `v`: [B, K, keys, width of values]. `bias`: added to the scores [B,
+    H, queries, keys]; -inf hides a key. `dropout`: share of attention weights that is set to 0.
     """
     (size, heads, num, dim), key_heads = q.shape, k.shape[1]
     # the heads that share keys are rows of one product: keys are not repeated
@@ -358,20 +316,9 @@ def varlen(
 ) -> Tensor:
     """Compute attention of many sequences by one call of flash attention.
 
-    Args:
-        q: [T, H, D].
-        k: [S, K, D].
-        v: [S, K, width of values].
-        bounds: boundaries of the sequences. The causal mask is aligned to the end of each sequence's keys.
-        scaling: factor of the scores; default: 1 / sqrt(D).
-        window: tokens that a token sees, itself included; default: all before it.
-        softmax: the softmax of the scores.
-
-    Returns:
-        [T, H, width of values].
-
-    Raises:
-        ConfigError: the softmax caps its scores.
+    `q`: [T, H, D]. `k`: [S, K, D]. `v`: [S, K, width of values]. `bounds`: boundaries of the sequences. The causal mask
+    is aligned to the end of each sequence's keys. `scaling`: factor of the scores; default: 1 / sqrt(D). `window`:
+    tokens that a token sees, itself included; default: all before it. Returns [T, H, width of values].
     """
     if softmax.softcap is not None:
         raise ConfigError(f"the model caps its attention scores ({softmax.softcap}), and flash attention does not")
@@ -398,8 +345,7 @@ def varlen(
 def use_flash_attention_3(device: torch.device) -> str:
     """Let all flash attention of this process run FlashAttention 3, if it can.
 
-    Returns:
-        What runs, for the start report.
+    Returns what runs, for the start report.
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if not is_hopper or importlib.util.find_spec("flash_attn_interface") is None:

@@ -73,13 +73,7 @@ def is_plain(model: Any) -> bool:
 
 
 def obstacle(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why a model cannot be computed by the operations of this module; None if it can.
-
-    Args:
-        model: a causal language model.
-        device_type: type of the device that computes.
-        dtype: dtype that it computes in.
-    """
+    """Return why a model cannot be computed by the operations of this module; None if it can."""
     if not is_plain(model):
         kind = getattr(model.config, "model_type", type(model).__name__)
         known = "a Llama, Qwen2, Qwen3 or Qwen3-MoE"
@@ -92,11 +86,7 @@ def obstacle(model: Any, device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def make_invariant(model: Any) -> None:
-    """Make a model compute its linear layers, activations and rotary angles by the operations of this module.
-
-    Raises:
-        ConfigError: a kernel of this machine treats the rows of a tile differently.
-    """
+    """Make a model compute its linear layers, activations and rotary angles by the operations of this module."""
     for module in model.modules():
         if type(module) is nn.Linear:
             for width in {min(module.out_features, COLUMNS), module.out_features % COLUMNS or COLUMNS}:
@@ -141,10 +131,7 @@ class _Forward(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear(x, weight, bias)`, where each row's bits depend on that row alone.
 
-    Args:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out].
+    `x`: [..., in]. `weight`: [out, in]. `bias`: [out].
     """
     if x.numel() == 0:
         return F.linear(x, weight, bias)
@@ -176,15 +163,7 @@ def _tiled(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _is_invariant(height: int, out_features: int, in_features: int, has_bias: bool, num_threads: int) -> bool:
-    """Return whether a tile of this height has the bits of tiles of TILE rows on one thread.
-
-    Args:
-        height: number of rows.
-        out_features: columns of the product.
-        in_features: terms of each sum.
-        has_bias: whether a bias is added.
-        num_threads: number of threads in use.
-    """
+    """Return whether a tile of this height has the bits of tiles of TILE rows on one thread."""
     if height == TILE:
         check_tile(out_features, in_features, has_bias, num_threads)
         return True
@@ -197,17 +176,7 @@ def _is_invariant(height: int, out_features: int, in_features: int, has_bias: bo
 
 @cache
 def check_tile(out_features: int, in_features: int, has_bias: bool, num_threads: int) -> None:
-    """Check that the rows of a tile of TILE rows are computed equally, and with the bits of one thread.
-
-    Args:
-        out_features: columns of the product.
-        in_features: terms of each sum.
-        has_bias: whether a bias is added.
-        num_threads: number of threads in use.
-
-    Raises:
-        ConfigError: the bits differ.
-    """
+    """Check that the rows of a tile of TILE rows are computed equally, and with the bits of one thread."""
     x, weight, bias = _random_operands(TILE, out_features, in_features, has_bias)
     found = multiply(x, weight, bias)
     with _one_thread():
@@ -256,11 +225,8 @@ def _with_tiles(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def experts_forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the sums of the chosen experts' outputs [t, H], where each token's bits depend on that token alone.
 
-    Args:
-        module: the experts, whose matrices are [E, out, in].
-        hidden: tokens, [t, H].
-        chosen: experts of each token, [t, K].
-        weights: their weights, [t, K].
+    `module`: the experts, whose matrices are [E, out, in]. `hidden`: tokens, [t, H]. `chosen`: experts of each token,
+    [t, K]. `weights`: their weights, [t, K].
     """
     experts, order = chosen.flatten().sort(stable=True)
     counts = experts.bincount(minlength=len(module.down_proj)).tolist()
@@ -284,19 +250,8 @@ def causal_attention_in_blocks(
 ) -> Tensor:
     """Compute `causal_attention` of a whole sequence with the bits of decode steps.
 
-    Args:
-        q: [1, H, tokens, D].
-        k: [1, K, tokens, D].
-        v: [1, K, tokens, D].
-        scaling: factor of the scores; default: 1 / sqrt(D).
-        window: None.
-        dropout: 0.
-
-    Returns:
-        [1, H, tokens, D].
-
-    Raises:
-        ConfigError: a window or dropout is asked for.
+    `q`: [1, H, tokens, D]. `k`: [1, K, tokens, D]. `v`: [1, K, tokens, D]. `scaling`: factor of the scores; default: 1
+    / sqrt(D). `window`: None. `dropout`: 0. Returns [1, H, tokens, D].
     """
     if window is not None or dropout:
         asked = f"the model asks for window={window}, dropout={dropout}; leave deterministic out"
@@ -315,15 +270,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float
 
     Keys and values behind the last query are read with weight 0, and must be finite.
 
-    Args:
-        query: [heads, queries, head_dim].
-        keys: [kv_heads, positions, head_dim], up to the end of the last query's block.
-        values: [kv_heads, positions, head_dim].
-        start: position of the first query.
-        scale: factor of the scores.
-
-    Returns:
-        [heads, queries, head_dim].
+    `query`: [heads, queries, head_dim]. `keys`: [kv_heads, positions, head_dim], up to the end of the last query's
+    block. `values`: [kv_heads, positions, head_dim]. Returns [heads, queries, head_dim].
     """
     heads, num, dim = query.shape
     before = start % BLOCK
@@ -354,12 +302,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def _is_ordered(num_rows: int, in_features: int, out_features: int, is_contiguous: bool, num_threads: int) -> bool:
     """Return whether `multiply` sums in order.
 
-    Args:
-        num_rows: rows of the product.
-        in_features: terms of each sum.
-        out_features: columns of the product.
-        is_contiguous: whether the weight is; otherwise it is transposed.
-        num_threads: number of threads in use.
+    `is_contiguous`: whether the weight is; otherwise it is transposed.
     """
     x, weight, _ = _random_operands(num_rows, out_features, in_features, has_bias=False)
     if not is_contiguous:
@@ -370,9 +313,7 @@ def _is_ordered(num_rows: int, in_features: int, out_features: int, is_contiguou
 def in_order(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T; each element is summed term after term, as a decode step sums it.
 
-    Args:
-        x: [rows, in].
-        weight: [out, in].
+    `x`: [rows, in]. `weight`: [out, in].
     """
     num, width = x.shape
     terms = torch.arange(width, dtype=torch.int32, device=x.device).repeat(num)
@@ -410,12 +351,7 @@ class RotaryTable:
 
     @torch.no_grad()
     def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[..., head_dim]`.
-
-        Args:
-            x: a tensor of the dtype and device of the result.
-            position_ids: positions.
-        """
+        """Return cosines and sines `[..., head_dim]`."""
         num = int(position_ids.max()) + 1
         if num > len(self._table):
             for start in range(len(self._table), num, ANGLES_RUN):
@@ -432,11 +368,7 @@ class RotaryTable:
 def label_logprobs(logits: Tensor, labels: Tensor, temperature: float, num_shards: int = 1) -> Tensor:
     """Return the log-probabilities `[rows]` that `linear_logprobs` computes with `is_deterministic`.
 
-    Args:
-        logits: `[rows, vocabulary]`.
-        labels: token ids, `[rows]`.
-        temperature: divisor of the logits.
-        num_shards: number of ranks that share the vocabulary evenly.
+    `logits`: `[rows, vocabulary]`. `labels`: token ids, `[rows]`.
     """
     found = []
     for number, shard in enumerate(logits.tensor_split(num_shards, dim=1)):

@@ -59,11 +59,7 @@ Change = Callable[[Any, str, Parts, _Facts], tuple[Parts, Callable[[Parts], Part
 
 
 def _expect_alike(parts: Sequence[Expression], dim: int | None) -> None:
-    """Refuse tensors of other shapes than the first, apart from their size along `dim`.
-
-    Raises:
-        ValueError: the message names a tensor.
-    """
+    """Refuse tensors of other shapes than the first, apart from their size along `dim`."""
     shapes = [[size for at, size in enumerate(part.shape) if at != dim] for part in parts]
     for part, shape in zip(parts, shapes, strict=True):
         if shape != shapes[0]:
@@ -209,11 +205,7 @@ class Rules:
             raise ConfigError(f"{told}, which rlite does not know")
 
     def collect(self, names: Iterable[str]) -> tuple[dict[str, _Collected], list[str]]:
-        """Return the stored names by the parameter that they belong to, and the names that belong to none.
-
-        Raises:
-            CheckpointError: two tensors are stored for one parameter.
-        """
+        """Return the stored names by the parameter that they belong to, and the names that belong to none."""
         collected: dict[str, _Collected] = {}
         rest = []
         by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
@@ -239,13 +231,7 @@ class Rules:
     def group(self, target: str, collected: _Collected, shape_of: Callable[[str], Shape]) -> Group:
         """Return a parameter and the stored tensors that it is made of, or what else is made of them.
 
-        Args:
-            target: first parameter that is made.
-            collected: its stored tensors.
-            shape_of: returns the shape of a stored tensor.
-
-        Raises:
-            CheckpointError: the tensors do not fit the conversion.
+        `shape_of`: returns the shape of a stored tensor.
         """
         if collected.converter is None:
             ((name,),) = collected.names.values()
@@ -311,11 +297,7 @@ def describe(converter: Any) -> str:
 
 
 def _expect_numbers(converter: Any, names: Mapping[str, list[str]]) -> None:
-    """Refuse a list of tensors with a gap, or without a list that belongs to it.
-
-    Raises:
-        ValueError: the message names the pattern.
-    """
+    """Refuse a list of tensors with a gap, or without a list that belongs to it."""
     for pattern in converter.source_patterns:
         found = names.get(pattern, ())
         varying = [column for column in zip(*(name.split(".") for name in found), strict=False) if len(set(column)) > 1]
@@ -344,14 +326,7 @@ class Conversion:
     def stored(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors under their stored names, as soon as all parameters of a group have been given.
 
-        Args:
-            tensors: whole tensors by the name of their parameter. An unknown name stays.
-
-        Yields:
-            Stored names and tensors, which may share memory with the given ones.
-
-        Raises:
-            CheckpointError: some parameters of a group are missing.
+        `tensors`: whole tensors by the name of their parameter. An unknown name stays.
         """
         groups = {name: group for group in self.groups for name in group.held}
         held: dict[str, Tensor] = {}
@@ -375,13 +350,7 @@ class Conversion:
 def make_conversion(found: Rules, names: Iterable[str], shape_of: Callable[[str], Shape]) -> Conversion:
     """Return the conversion of a checkpoint.
 
-    Args:
-        found: rules of the checkpoint's class.
-        names: names of its tensors.
-        shape_of: returns the shape of a tensor.
-
-    Raises:
-        CheckpointError: tensors do not fit the rules.
+    `shape_of`: returns the shape of a tensor.
     """
     collected, rest = found.collect(names)
     groups, untrained = [], []
@@ -402,9 +371,7 @@ def unchanged(names: Iterable[str], shape_of: Callable[[str], Shape]) -> Convers
 def default_conversion(model: PreTrainedModel, own: Mapping[str, Shape]) -> Conversion:
     """Return the conversion between a model and the checkpoint that transformers would write of it.
 
-    Args:
-        model: the model, of a class of transformers.
-        own: shapes of its parameters and stored buffers, by name.
+    `own`: shapes of its parameters and stored buffers, by name.
     """
     with torch.device("meta"):
         tensors = rules.revert_weight_conversion(model, {name: torch.empty(shape) for name, shape in own.items()})

@@ -53,11 +53,7 @@ _WRAPPED = re.compile(r"\.base_layer(?=\.|$)")
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """Return the modules that hold a layer's experts, by name; a module inside of adapters has their names in its own.
-
-    Args:
-        model: the model, sharded or not.
-    """
+    """Return the modules that hold a layer's experts, by name. The name of a module in adapters includes theirs."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
@@ -92,12 +88,7 @@ def corrects(name: str) -> bool:
 
 
 def other_form(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str | None:
-    """Return why the experts of a small model have another form than rlite knows; None if they do not.
-
-    Args:
-        model: the model, with weights.
-        inputs: its inputs.
-    """
+    """Return why the experts of a small model have another form than rlite knows; None if they do not."""
     found, names = experts_of(model), [name for name, _ in model.named_parameters() if NAMES.search(name)]
     if not names:
         return None
@@ -129,16 +120,7 @@ def other_form(model: PreTrainedModel, inputs: Mapping[str, Any]) -> str | None:
 
 
 def implementation_for(name: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return transformers' implementation of experts for the option `experts_implementation`.
-
-    Args:
-        name: "auto" or an implementation.
-        device_type: device that computes.
-        dtype: dtype that it computes in.
-
-    Raises:
-        ConfigError: the implementation cannot compute in `dtype`.
-    """
+    """Return transformers' implementation of experts for the option `experts_implementation`."""
     if name == "auto":
         return "grouped_mm" if device_type == "cuda" and dtype != torch.float64 else "eager"
     if name == "grouped_mm" and dtype == torch.float64:
@@ -154,17 +136,7 @@ def use_implementation(model: PreTrainedModel, name: str) -> None:
 
 
 def check_implementation(model: PreTrainedModel, name: str, device_type: str, dtype: torch.dtype) -> None:
-    """Check that the model's experts can compute with the implementation of the option `experts_implementation`.
-
-    Args:
-        model: the model.
-        name: "auto" or an implementation.
-        device_type: device that computes.
-        dtype: dtype that it computes in.
-
-    Raises:
-        ConfigError: the model has no experts, or its class has code of its own for them.
-    """
+    """Check that the model's experts can compute with the implementation of the option `experts_implementation`."""
     if name == "auto":
         return
     if not experts_of(model):
@@ -192,11 +164,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def check_expert_parallel(model: PreTrainedModel, size: int) -> None:
-    """Check that the experts divide among `size` ranks.
-
-    Raises:
-        ConfigError: transformers is too old, has no plan for the architecture, or the experts do not divide.
-    """
+    """Check that the experts divide among `size` ranks."""
     if apply_expert_parallelism is None:
         told = f"ep_size={size}: transformers {transformers.__version__} has no expert parallelism"
         raise ConfigError(f"{told}; pip install 'transformers>=5.22', or use ep_size=1")
@@ -208,11 +176,7 @@ def check_expert_parallel(model: PreTrainedModel, size: int) -> None:
 
 
 def expert_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return transformers' expert parallel plan of a model by the full names of its modules and parameters.
-
-    Raises:
-        ConfigError: the model has no experts, or the plan leaves a part of them out.
-    """
+    """Return transformers' expert parallel plan of a model by the full names of its modules and parameters."""
     kind, experts = model.config.model_type, experts_of(model)
     if not experts:
         raise ConfigError(f"expert parallel: {kind!r} has no experts to divide; use ep_size=1")
@@ -237,8 +201,7 @@ def _plan_of(model: PreTrainedModel) -> Mapping[str, str]:
 def divide(model: PreTrainedModel, mesh: TrainMesh) -> list[nn.Module]:
     """Divide the experts of a model, which is on meta, over the ranks of the mesh, and bind their adapters.
 
-    Returns:
-        The experts: the modules that FSDP shards over the experts' own mesh.
+    Returns the experts: the modules that FSDP shards over the experts' own mesh.
     """
     experts, dims = experts_of(model), mesh.dims
     # a rank's experts see the tokens of `expert` ranks, of which FSDP averages over efsdp
@@ -266,13 +229,7 @@ def wraps_parameter(module: nn.Module) -> bool:
 
 
 def adapter_of(model: nn.Module, name: str, parameter: str) -> Any:
-    """Return PEFT's wrapper around a parameter of experts; None if it has no adapter.
-
-    Args:
-        model: the model.
-        name: name of the experts without adapters.
-        parameter: name of the parameter in its module.
-    """
+    """Return PEFT's wrapper around a parameter of experts; None if it has no adapter."""
     wrapper: Any = model.get_submodule(name)
     while wraps_parameter(wrapper) and wrapper.parameter_name != parameter:
         wrapper = wrapper.base_layer
@@ -286,16 +243,7 @@ def _adapters(model: nn.Module, name: str) -> list[Any]:
 
 
 def _compute(module: Any, forward: Any, factor: float, adapters: list[Any], rank: int, *args: Any) -> Tensor:
-    """Return `forward(...)` of this rank's experts, with adapters merged into their weights during the call.
-
-    Args:
-        module: the experts.
-        forward: their forward.
-        factor: factor of the gradients of their weights.
-        adapters: PEFT's wrappers.
-        rank: place in the expert-parallel group.
-        *args: for `forward`.
-    """
+    """Return `forward(...)` of this rank's experts, with adapters merged into their weights during the call."""
     held = dict(module._parameters)
     active = {each.parameter_name: each for each in adapters if not each.disable_adapters}
     try:
@@ -319,10 +267,7 @@ def adapter_factors(adapter: Any, rank: int = 0, num_experts: int | None = None)
     PEFT holds A as [E r, in], expert after expert, and B as [out, r E], in which the experts of one column of the rank
     lie together.
 
-    Args:
-        adapter: PEFT's wrapper of one parameter.
-        rank: place in the expert-parallel group.
-        num_experts: experts of a rank; None is all.
+    `num_experts`: experts of a rank; None is all.
     """
     down, up = (_local(part[DEFAULT].weight) for part in (adapter.lora_A, adapter.lora_B))
     return stacked_factors(down, up, adapter.num_experts, is_transposed(adapter), rank, num_experts)
@@ -338,13 +283,8 @@ def stacked_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return the factors of `adapter_factors` from PEFT's tensors.
 
-    Args:
-        down: A, [E r, in].
-        up: B, [out, r E].
-        total: E.
-        has_inputs_first: the matrices are [in, out], and not [out, in].
-        rank: place in the expert-parallel group.
-        num_experts: experts of a rank; None is all.
+    `down`: A, [E r, in]. `up`: B, [out, r E]. `has_inputs_first`: the matrices are [in, out], and not [out, in].
+    `num_experts`: experts of a rank; None is all.
     """
     count = total if num_experts is None else num_experts
     own = slice(rank * count, (rank + 1) * count)

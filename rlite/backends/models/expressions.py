@@ -230,12 +230,6 @@ class Regrouped(_Changed):
 
 
 def parts_of(of: Expression, dim: int, sizes: list[int]) -> list[Expression]:
-    """Return ranges of a tensor, one after the other.
-
-    Args:
-        of: the tensor.
-        dim: dimension along which it is cut.
-        sizes: sizes of the ranges.
-    """
+    """Return ranges of a tensor, one after the other."""
     stops = list(accumulate(sizes))
     return [Part(of, dim, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]

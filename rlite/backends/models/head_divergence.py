@@ -69,22 +69,11 @@ def linear_divergence(
     The gradient is exact, and flows to the student's `hidden`, `weight` and `bias`. Vocabularies that differ in length
     (models of one family pad them differently) are compared over the ids that both have.
 
-    Args:
-        hidden: the student's hidden states, [rows, width].
-        weight: the student's output embedding, [vocabulary, width].
-        teacher: the teacher's hidden states with its whole head, of any width; or log-probabilities of some tokens.
-        divergence: direction and support. The support of `TeacherTokens` is their ids.
-        temperature: divides the logits of both models.
-        bias: the student's, [vocabulary].
-        group: ranks that hold a part of the student's vocabulary each; see `linear_logprobs`.
-        start: token id of this rank's first row of `weight`.
-        block_size: columns that are computed at once.
-
-    Returns:
-        The divergence of each row, [rows].
-
-    Raises:
-        ConfigError: shapes do not fit, or the temperature is not positive.
+    `hidden`: the student's hidden states, [rows, width]. `weight`: the student's output embedding, [vocabulary, width].
+    `teacher`: the teacher's hidden states with its whole head, of any width; or log-probabilities of some tokens.
+    `divergence`: direction and support. The support of `TeacherTokens` is their ids. `bias`: the student's,
+    [vocabulary]. `group`: ranks that hold a part of the student's vocabulary each; see `linear_logprobs`. Returns the
+    divergence of each row, [rows].
     """
     num_rows = len(teacher.hidden) if isinstance(teacher, Head) else len(teacher.ids)
     if num_rows != len(hidden) or hidden.shape[-1] != weight.shape[-1]:

@@ -189,19 +189,9 @@ def logprobs_of(
 
     With `kept_ids` log-probabilities in the whole vocabulary follow, and with `compare` its values.
 
-    Args:
-        head: the output embedding.
-        labels: [T], next tokens.
-        temperature: divides the logits.
-        positions: bool [T]; values where it is False are 0. None computes all. A mask on the host costs no wait for the
-            device.
-        kept_ids: token ids among which the labels were drawn; see `linear_logprobs`.
-        is_deterministic: see `linear_logprobs`.
-        kernels: see `linear_logprobs`.
-        compare: one more function of the hidden states.
-
-    Yields:
-        A list to which every call of `head` adds its answer.
+    `labels`: [T], next tokens. `positions`: bool [T]; values where it is False are 0. None computes all. A mask on the
+    host costs no wait for the device. `kept_ids`: token ids among which the labels were drawn; see `linear_logprobs`.
+    Yields a list to which every call of `head` adds its answer.
     """
     answers: list[HeadAnswer] = []
     index = None if positions is None else positions.nonzero()[:, 0]
@@ -234,11 +224,7 @@ def logprobs_of(
 
 @contextmanager
 def answering(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let `head` compute another function of the hidden states inside of the block.
-
-    Yields:
-        None.
-    """
+    """Let `head` compute another function of the hidden states inside of the block."""
     own = {name: value for name, value in vars(head).items() if name == "forward"}  # a faster one may have been set
     vars(head)["forward"] = forward
     try:
@@ -252,8 +238,7 @@ def answering(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[
 def passed_through(head: nn.Linear) -> Iterator[list[tuple[HeadAnswer, torch.dtype]]]:
     """Make `head` return its input, the last hidden states, inside of the block, in float32 as models cast logits to.
 
-    Yields:
-        A list to which every call of `head` adds its answer, and the dtype of the hidden states.
+    Yields a list to which every call of `head` adds its answer, and the dtype of the hidden states.
     """
     answers: list[tuple[HeadAnswer, torch.dtype]] = []
 
@@ -295,11 +280,7 @@ class _Blocks(NamedTuple):
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, first: int) -> Tensor:
         """Return the logits of one block.
 
-        Args:
-            hidden: [tokens, width].
-            weight: [vocabulary, width].
-            bias: [vocabulary].
-            first: first row of the block.
+        `hidden`: [tokens, width]. `weight`: [vocabulary, width]. `bias`: [vocabulary].
         """
         rows = slice(first, first + self.size)
         return self.product(hidden, weight[rows], None if bias is None else bias[rows])
@@ -311,11 +292,7 @@ class _Blocks(NamedTuple):
     def gradient(self, logits: Tensor, labels: Tensor, totals: tuple[Tensor | None, ...], is_kept: bool) -> Tensor:
         """Return the gradient of one block.
 
-        Args:
-            logits: the block; a kernel overwrites it unless it is kept.
-            labels: token ids, counted from the block's first column.
-            totals: further arguments of `block_gradient`.
-            is_kept: true if a second backward pass may read the block.
+        `logits`: the block; a kernel overwrites it unless it is kept.
         """
         if self.kernels is None:
             return formulas.block_gradient(logits, labels, self.temperature, *totals)  # type: ignore[arg-type]
@@ -393,14 +370,7 @@ class _KeptLogits:
     """The logits of the kept ids, gathered block by block, and their gradient, spread block by block."""
 
     def __init__(self, kept_ids: KeptIds, blocks: _Blocks, num_columns: int, statistics: Tensor) -> None:
-        """Plan the walk.
-
-        Args:
-            kept_ids: the kept ids.
-            blocks: the walk.
-            num_columns: number of this rank's rows of the weight.
-            statistics: has the dtype in which sums are made.
-        """
+        """Plan the walk."""
         self._kept_ids, self._blocks = kept_ids, blocks
         self._columns = kept_ids.ids - blocks.start
         self._is_restricted = kept_ids.is_restricted()
@@ -412,22 +382,14 @@ class _KeptLogits:
     def read(self, number: int, first: int, logits: Tensor) -> None:
         """Gather the logits of the kept ids in a block.
 
-        Args:
-            number: number of the block.
-            first: first column of the block.
-            logits: `[rows, columns]`.
+        `logits`: `[rows, columns]`.
         """
         pairs = slice(*self._spans[number])
         found = logits[self._kept_ids.rows[pairs], self._columns[pairs] - first]
         self._x[pairs] = formulas.scaled(found, self._blocks.temperature)
 
     def logprobs(self, x_label: Tensor, full_logprobs: Tensor) -> Tensor:
-        """Return the log-probabilities of all rows, after all blocks were read.
-
-        Args:
-            x_label: logit / temperature of the labels.
-            full_logprobs: log-probabilities in the whole vocabulary.
-        """
+        """Return the log-probabilities of all rows, after all blocks were read."""
         if self._blocks.group is not None:
             dist.all_reduce(self._x, dist.ReduceOp.MAX, group=self._blocks.group)
         log_sums = self._kept_ids.log_sums(self._x)
@@ -437,13 +399,7 @@ class _KeptLogits:
     def take_gradient(self, grad_logprobs: Tensor, labels: Tensor, grad_full_logprobs: Tensor | None) -> Tensor:
         """Take the share of the kept ids in the gradient.
 
-        Args:
-            grad_logprobs: gradient with respect to the log-probabilities.
-            labels: labels, counted from this rank's first row of the weight.
-            grad_full_logprobs: gradient with respect to the log-probabilities in the whole vocabulary.
-
-        Returns:
-            The rest: the gradient with respect to log-probabilities in the whole vocabulary.
+        Returns the rest: the gradient with respect to log-probabilities in the whole vocabulary.
         """
         rows = self._kept_ids.rows
         is_label = self._columns == labels[rows]
@@ -454,10 +410,7 @@ class _KeptLogits:
     def add_gradient(self, number: int, first: int, grad: Tensor) -> None:
         """Add the gradient of the kept ids to the gradient of a block of logits, in place.
 
-        Args:
-            number: number of the block.
-            first: first column of the block.
-            grad: `[rows, columns]`.
+        `grad`: `[rows, columns]`.
         """
         pairs = slice(*self._spans[number])
         grad.index_put_(

@@ -75,8 +75,7 @@ DropoutRates = Mapping[tuple[str, ...], float]
 def disable_dropout(config: PretrainedConfig) -> DropoutRates:
     """Set every dropout rate of a config to 0, before a model is made of it.
 
-    Returns:
-        The rates that were set to 0.
+    Returns the rates that were set to 0.
     """
     rates = dict(_rates(config))
     _set_rates(config, {path: type(rate)(0) for path, rate in rates.items()})  # some configs insist on the type
@@ -376,11 +375,7 @@ class HuggingFaceFsdp2TrainModule(TaughtModule):
         return ContextShare(data["cu_seqlens"], self.context_group, data.get("prefix_tree"))
 
     def _computed_logits(self, data: Mapping[str, Any], share: ContextShare) -> Tensor:
-        """Return the logits [U, V] of the tokens of a pack that are computed.
-
-        Raises:
-            ConfigError: a sequence is so long that it changes the rotary angles of the others.
-        """
+        """Return the logits [U, V] of the tokens of a pack that are computed."""
         limit, length = self._rope_limit, data["max_seqlen"]
         if limit is not None and length > limit:
             problem = f"the rotary embedding of {type(self).__name__} changes with the longest sequence of a pack"
@@ -400,16 +395,7 @@ class HuggingFaceFsdp2TrainModule(TaughtModule):
 
     @contextmanager
     def _routed(self, data: Mapping[str, Any], share: ContextShare, num_own: int) -> Iterator[None]:
-        """Replay the pack's `routed_experts` inside of the block; if it is None, record them there.
-
-        Args:
-            data: the pack.
-            share: this rank's tokens.
-            num_own: their number.
-
-        Yields:
-            None.
-        """
+        """Replay the pack's `routed_experts` inside of the block; if it is None, record them there."""
         if self.replay is None or ROUTED not in data:
             yield
         elif data[ROUTED] is None:
@@ -553,9 +539,7 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
 def pad_apart(folder: Path, ends: Collection[int] = ()) -> None:
     """Let the config and the tokenizer of an exported scorer pad with a token with which no row ends.
 
-    Args:
-        folder: the export.
-        ends: ids of tokens with which rows end; the model's end tokens by default.
+    `ends`: ids of tokens with which rows end; the model's end tokens by default.
     """
     if not (folder / "tokenizer_config.json").exists():
         return

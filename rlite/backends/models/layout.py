@@ -49,11 +49,7 @@ AttentionLayers = Mapping[int, AttentionLayer]
 
 
 def equal_layers(config: PreTrainedConfig) -> AttentionLayers:
-    """Return the layers of a model whose layers are equal and as its config states.
-
-    Raises:
-        ConfigError: the config does not state the sizes.
-    """
+    """Return the layers of a model whose layers are equal and as its config states."""
     num_layers, heads, key_heads, width = attention_shape(config)
     return dict.fromkeys(range(num_layers), AttentionLayer(heads, key_heads, width, width))
 
@@ -63,11 +59,7 @@ _FOUND: dict[tuple[type, str], AttentionLayers] = {}
 
 
 def attention_layers(cls: type[PreTrainedModel], config: PreTrainedConfig) -> AttentionLayers:
-    """Return the attention layers of a model; if its code reads the values of tensors, as its config states them.
-
-    Raises:
-        ConfigError: the config does not state them either.
-    """
+    """Return the attention layers of a model; if its code reads the values of tensors, as its config states them."""
     key = (cls, config.to_json_string(use_diff=False))
     if key not in _FOUND:
         _FOUND[key] = equal_layers(config) if (noted := _noted(cls, config)) is None else noted
@@ -84,13 +76,7 @@ def _noted(cls: type[PreTrainedModel], config: PreTrainedConfig) -> AttentionLay
 
 
 def recurrent_bytes(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Return the size of the recurrent state of one sequence; 0 if no layer keeps any.
-
-    Args:
-        cls: the transformers class.
-        config: the model's config.
-        dtype: dtype of the model.
-    """
+    """Return the size of the recurrent state of one sequence; 0 if no layer keeps any."""
     states = _States()
     _compute(cls, config, _Notes(), dtype, states)
     return states.nbytes
@@ -134,12 +120,8 @@ class _Notes:
     def add(self, index: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> None:
         """Note what a layer hands to attention.
 
-        Args:
-            index: index of the layer.
-            query: [1, H, 1, key width].
-            key: [1, K, 1, key width]; the same object as another layer's, if that layer's keys are read.
-            value: [1, K, 1, value width].
-            softmax: the softmax of the scores.
+        `query`: [1, H, 1, key width]. `key`: [1, K, 1, key width]; the same object as another layer's, if that layer's
+        keys are read. `value`: [1, K, 1, value width].
         """
         source = next((layer for layer, seen in self._keys if seen is key and layer != index), None)
         heads, widths = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])

@@ -42,10 +42,7 @@ def speed_up_linear_layers(module: nn.Module) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear(x, weight, bias)`, computed by oneDNN if that is faster.
 
-    Args:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out].
+    `x`: [..., in]. `weight`: [out, in]. `bias`: [out].
     """
     is_suitable = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     if not is_suitable or x.numel() < max(1, MIN_ROWS * x.shape[-1]) or torch.is_autocast_enabled("cpu"):
@@ -58,11 +55,7 @@ def differentiable(
 ) -> Tensor:
     """Return `product(x, weight, bias)`, a way to compute `x @ weight.T + bias`, with its gradient by oneDNN.
 
-    Args:
-        product: the function; it has no gradient of its own.
-        x: [..., in].
-        weight: [out, in].
-        bias: [out].
+    `product`: the function; it has no gradient of its own. `x`: [..., in]. `weight`: [out, in]. `bias`: [out].
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias, product)
@@ -72,10 +65,7 @@ def differentiable(
 def forward(product: Callable[..., Tensor], layer: nn.Linear, x: Tensor) -> Tensor:
     """Return the layer's output, computed by `product(x, weight, bias)`.
 
-    Args:
-        product: the function.
-        layer: has the weight and the bias.
-        x: [..., in].
+    `x`: [..., in].
     """
     return product(x, layer.weight, layer.bias)
 
@@ -83,10 +73,7 @@ def forward(product: Callable[..., Tensor], layer: nn.Linear, x: Tensor) -> Tens
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias, computed by oneDNN and without a gradient.
 
-    Args:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out].
+    `x`: [..., in]. `weight`: [out, in]. `bias`: [out].
     """
     if x.dim() == 2:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -123,15 +110,7 @@ _ROPE = "apply_rotary_pos_emb"
 
 
 def check_liger(module: nn.Module, device: str) -> None:
-    """Check that `use_liger_kernels` can work on workers of this kind of device.
-
-    Args:
-        module: the module.
-        device: "cuda" or "cpu".
-
-    Raises:
-        ConfigError: the device, a package or the type of model does not fit.
-    """
+    """Check that `use_liger_kernels` can work on workers of this kind of device."""
     if device != "cuda":
         raise ConfigError(f"use_liger_kernel=true needs GPUs, and these devices are of kind {device!r}; leave it out")
     check_liger_installed()
@@ -165,12 +144,7 @@ def use_liger_kernels(model: Any) -> None:
 
 
 def with_globals(function: FunctionType, **changes: Any) -> FunctionType:
-    """Return a copy of a function that sees other values for some names of its module.
-
-    Args:
-        function: the function.
-        **changes: the values, by name.
-    """
+    """Return a copy of a function that sees other values for some names of its module."""
     names = {**function.__globals__, **changes}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -60,12 +60,7 @@ class Mixing(ABC):
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute one mixer.
 
-        Args:
-            mixer: the mixer.
-            hidden_states: its input, `[batch, tokens, width]`.
-
-        Returns:
-            The output of the mixer's module.
+        `hidden_states`: its input, `[batch, tokens, width]`. Returns the output of the mixer's module.
         """
 
 
@@ -86,15 +81,7 @@ class Mixer:
     """true if the module continues from a state with several tokens; None before it was tried"""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the module's class does; the module itself calls this mixer.
-
-        Args:
-            *args: arguments of the module.
-            **kwargs: arguments of the module.
-
-        Returns:
-            The output of the module.
-        """
+        """Compute as the module's class does; the module itself calls this mixer."""
         with mixing(None):  # which a mixer inside of this one would obey, too
             return type(self.module).forward(self.module, *args, **kwargs)
 
@@ -111,13 +98,7 @@ class Mixer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute as the current `mixing` block says, outside of all blocks as the module itself does.
 
-        Args:
-            hidden_states: `[batch, tokens, width]`.
-            *args: further arguments, for the module itself.
-            **kwargs: further arguments, for the module itself.
-
-        Returns:
-            The output of the module.
+        `hidden_states`: `[batch, tokens, width]`.
         """
         if (current := _CURRENT.get()) is None:
             return self.forward(hidden_states, *args, **kwargs)
@@ -130,12 +111,7 @@ class Mixer:
     def run_without_state(self, hidden_states: Tensor, **borders: Tensor) -> Any:
         """Compute whole documents.
 
-        Args:
-            hidden_states: `[documents, tokens, width]`.
-            **borders: where documents begin in a row, if it holds several.
-
-        Returns:
-            The output of the module.
+        `hidden_states`: `[documents, tokens, width]`.
         """
         return self.forward(hidden_states, **{self.cache_argument: None}, **borders)
 
@@ -153,12 +129,8 @@ class Mixer:
 
         A module that begins anew at several tokens, whatever the state is, is given one token at a time.
 
-        Args:
-            hidden_states: equally many tokens of each sequence, without padding, `[sequences, tokens, width]`.
-            state: the state before these tokens, which may be overwritten; None if they are the first.
-
-        Returns:
-            The output of the module, and the state after the tokens.
+        `hidden_states`: equally many tokens of each sequence, without padding, `[sequences, tokens, width]`. `state`:
+        the state before these tokens, which may be overwritten; None if they are the first.
         """
         if state is None or hidden_states.shape[1] == 1 or self._continues(hidden_states, state):
             return self._run(hidden_states, state)
@@ -249,11 +221,7 @@ def install_mixers(model: Any) -> list[Mixer]:
 def layers_read_raw(model: nn.Module) -> dict[str, str]:
     """Return the linear layers whose weight a mixer reads without calling the layer, so that adapters would be ignored.
 
-    Args:
-        model: a transformers model, on any device.
-
-    Returns:
-        The class of the mixer by the name of the layer.
+    Returns the class of the mixer by the name of the layer.
     """
     found = {}
     for name, module in model.named_modules():
@@ -266,16 +234,7 @@ def layers_read_raw(model: nn.Module) -> dict[str, str]:
 
 
 def check_not_split(model: Any, asked: str, remedy: str) -> None:
-    """Check that no layer carries a state, for ways to divide a sequence or its layers over workers.
-
-    Args:
-        model: a transformers model, on any device.
-        asked: the option that divides the work.
-        remedy: the options to use instead.
-
-    Raises:
-        ConfigError: a layer carries a state.
-    """
+    """Check that no layer carries a state, for ways to divide a sequence or its layers over workers."""
     if mixers := find_mixers(model):
         problem = f"{mixers[0].name} carries a state from the first token of a sequence to the last"
         raise ConfigError(f"{asked}: {problem}, so workers cannot share its work; use {remedy}")
@@ -283,11 +242,7 @@ def check_not_split(model: Any, asked: str, remedy: str) -> None:
 
 @contextmanager
 def mixing(current: Mixing | None) -> Iterator[None]:
-    """Make installed mixers compute in this way inside the block; with None as their modules do.
-
-    Yields:
-        None.
-    """
+    """Make installed mixers compute in this way inside the block; with None as their modules do."""
     token = _CURRENT.set(current)
     try:
         yield
@@ -303,12 +258,7 @@ def current_mixing() -> Mixing | None:
 def recompute_alike(
     config: PreTrainedConfig, *further: AbstractContextManager[Any]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts of a checkpointed forward and of its recomputation: the attention and the mixing in use now.
-
-    Args:
-        config: the model's config.
-        *further: further contexts of the recomputation.
-    """
+    """Return contexts of a checkpointed forward and of its recomputation: the attention and the mixing in use now."""
     alike = attention(config, config._attn_implementation, LAYOUT.get()), mixing(_CURRENT.get())
     return nullcontext(), _inside(*alike, *further)
 
@@ -336,12 +286,7 @@ class Documents(Mixing):
     def mix(self, mixer: Mixer, hidden_states: Tensor) -> Any:
         """Compute one mixer over each document.
 
-        Args:
-            mixer: the mixer.
-            hidden_states: `[1, T, width]`.
-
-        Returns:
-            The output of the mixer's module, with T tokens.
+        `hidden_states`: `[1, T, width]`. Returns the output of the mixer's module, with T tokens.
         """
         if len(self._lengths) == 1:
             return mixer.run_without_state(hidden_states)
@@ -357,14 +302,7 @@ class Documents(Mixing):
 
 
 def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the numbers of the documents that share a call: of similar length, so that little padding is computed.
-
-    Args:
-        lengths: tokens of each document.
-
-    Yields:
-        Numbers of documents, the longest document first.
-    """
+    """Yield the numbers of the documents that share a call: of similar length, so that little padding is computed."""
     rows: list[int] = []
     tokens = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -380,12 +318,7 @@ def groups(lengths: Sequence[int]) -> Iterator[list[int]]:
 def map_outputs(function: Callable[..., Tensor], *outputs: Any) -> Any:
     """Apply a function to the outputs of mixers.
 
-    Args:
-        function: takes a tensor of each output.
-        *outputs: tensors, or tuples of as many tensors.
-
-    Returns:
-        The tensor, or a tuple of tensors; None in place of None.
+    Returns the tensor, or a tuple of tensors; None in place of None.
     """
     if isinstance(outputs[0], tuple):
         return tuple(map_outputs(function, *parts) for parts in zip(*outputs, strict=True))
@@ -393,12 +326,7 @@ def map_outputs(function: Callable[..., Tensor], *outputs: Any) -> Any:
 
 
 def borders(lengths: Iterable[int], device: torch.device) -> dict[str, Tensor]:
-    """Return the arguments by which transformers hands the borders of documents to kernels.
-
-    Args:
-        lengths: tokens of each document.
-        device: device of the tensors.
-    """
+    """Return the arguments by which transformers hands the borders of documents to kernels."""
     counts = torch.tensor([0, *lengths], device=device)
     numbers = torch.arange(len(counts) - 1, dtype=torch.int32, device=device)
     return {"cu_seq_lens_q": counts.cumsum(0).int(), "seq_idx": numbers.repeat_interleave(counts[1:])[None]}
@@ -415,10 +343,6 @@ def keeps_apart(mixer: Mixer, like: Tensor) -> bool:
 
     The second of two documents must have the same bits whatever the first one is, and be computed as if it were alone.
     A class of modules is tried once for each mode and dtype.
-
-    Args:
-        mixer: the mixer.
-        like: a tensor of the dtype, device and width of the mixer's input.
     """
     key = (type(mixer.module), mixer.module.training, like.dtype)
     if key not in _KEEPS_APART:

@@ -40,25 +40,14 @@ LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def routing_shape(model: PreTrainedModel) -> RoutingShape | None:
-    """Return the form of a model's choices; None if it has no experts, or the config does not say how many it chooses.
-
-    Args:
-        model: the model, whose experts are not divided yet.
-    """
+    """Return the form of a model's choices; None without experts, or if the config does not say how many it chooses."""
     experts, config = list(experts_of(model).values()), model.config.get_text_config()
     found = [value for name in TOP_K if isinstance(value := getattr(config, name, None), int)]
     return RoutingShape(len(experts), found[0], experts[0].num_experts) if experts and found else None
 
 
 def routing_table(path: str) -> RoutingTable:
-    """Return the form of the tables in which another engine returns the chosen experts of a checkpoint's model.
-
-    Args:
-        path: folder of the checkpoint.
-
-    Raises:
-        ConfigError: the model has no experts whose choice could be recorded.
-    """
+    """Return the form of the tables in which another engine returns the chosen experts of a checkpoint's model."""
     model = meta_model(load_config(path))
     if (shape := routing_shape(model)) is None:
         raise ConfigError(f"{path}: the model has no experts whose choice could be recorded ({ROUTED})")
@@ -106,10 +95,7 @@ class Replay:
     def _replaced(self, given: Tensor, scores: Tensor, own: Tensor) -> Tensor | None:
         """Return the indices in place of those of a `topk`; None if it does not choose experts.
 
-        Args:
-            given: choices to replay, [t, K].
-            scores: scores of the `topk`.
-            own: its indices.
+        `given`: choices to replay, [t, K].
         """
         top_k, num_experts = self.shape.top_k, self.shape.num_experts
         if own.shape[-1] != top_k or scores.shape[-1] != num_experts or own.numel() != given.numel():
@@ -124,11 +110,7 @@ class Replay:
         return torch.where(is_given, given, own)
 
     def _see(self, name: str, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Keep the choice that the experts are called with.
-
-        Raises:
-            ConfigError: it is another than the one to replay.
-        """
+        """Keep the choice that the experts are called with."""
         if self.chosen is not None:
             self.chosen.append(args[1])
         if self._given is not None and not self._has_replayed:
@@ -139,12 +121,8 @@ class Replay:
     def replaying(self, given: Tensor | None, counted: Tensor | None = None) -> Iterator[None]:
         """Replay choices in the forward passes inside of the block.
 
-        Args:
-            given: choices for this rank's tokens, [t, layers, K]; None replays nothing.
-            counted: count how often the model's own choice differs, each token so many times, [t]; None does not count.
-
-        Yields:
-            None.
+        `given`: choices for this rank's tokens, [t, layers, K]; None replays nothing. `counted`: count how often the
+        model's own choice differs, each token so many times, [t]; None does not count.
         """
         before = self._given, self._counted
         self._given, self._counted = given, counted
@@ -156,9 +134,7 @@ class Replay:
     def replaying_pack(self, column: Tensor, share: ContextShare) -> Any:
         """Return a context that replays the choices of a pack for this rank's tokens.
 
-        Args:
-            column: `routed_experts` of the pack, [T, B].
-            share: this rank's tokens.
+        `column`: `routed_experts` of the pack, [T, B].
         """
         given = share.take(self.shape.decode(column) + 1)  # padding is zero
         counted = share.own_counts(given[:, 0, 0])
@@ -174,11 +150,7 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep the choices of the forward pass inside of the block in `chosen`, until the next one.
-
-        Yields:
-            None.
-        """
+        """Keep the choices of the forward pass inside of the block in `chosen`, until the next one."""
         self.chosen = []
         try:
             yield
@@ -186,12 +158,7 @@ class Replay:
             self.chosen = None
 
     def recorded(self, share: ContextShare, num_own: int) -> Tensor:
-        """Return the bytes [T, B] of the choices of a pack, of all ranks; call it inside of `recording`.
-
-        Args:
-            share: this rank's tokens.
-            num_own: their number.
-        """
+        """Return the bytes [T, B] of the choices of a pack, of all ranks; call it inside of `recording`."""
         assert self.chosen is not None
         own = torch.stack(self.chosen, dim=1)
         if (group := self.tensor_group) is not None:
@@ -203,8 +170,7 @@ class Replay:
     def add(self, is_counted: bool) -> None:
         """Count the choices of the last forward pass.
 
-        Args:
-            is_counted: False for a microbatch that has only padding rows.
+        `is_counted`: False for a microbatch that has only padding rows.
         """
         self._counts += self._seen if is_counted else [torch.zeros_like(each) for each in self._seen]
         self._seen = []
@@ -243,9 +209,7 @@ class _ReplayedTopK(TorchFunctionMode):
 def replay_obstacle(model: PreTrainedModel, ids: Tensor) -> str | None:
     """Return why the choices of a small model cannot be replayed; None if they can.
 
-    Args:
-        model: the model, with weights. It is changed.
-        ids: token ids of one sequence, [t].
+    `model`: the model, with weights. It is changed. `ids`: token ids of one sequence, [t].
     """
     shape = routing_shape(model)
     if shape is None:
@@ -275,12 +239,7 @@ def replay_obstacle(model: PreTrainedModel, ids: Tensor) -> str | None:
 @once_per_config
 @real_tensors()
 def replay_refusal(cls: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Return why the choices of a model cannot be replayed; None if they can.
-
-    Args:
-        cls: the transformers class.
-        config: the model's config.
-    """
+    """Return why the choices of a model cannot be replayed; None if they can."""
     model = miniature(cls, config)
     if not experts_of(model):
         return "has no experts"

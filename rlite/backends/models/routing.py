@@ -57,10 +57,7 @@ class _Layer:
     def see_scores(self, router: nn.Module, args: Any, output: Any) -> None:
         """Keep a router's scores until its experts are called.
 
-        Args:
-            router: a module beside the experts.
-            args: its arguments.
-            output: its output; the scores, or a tuple that begins with them.
+        `output`: its output; the scores, or a tuple that begins with them.
         """
         scores = output[0] if isinstance(output, tuple) else output
         # one score more is that of skipping the experts (Zaya); the choice is then any expert with weight 0
@@ -70,9 +67,7 @@ class _Layer:
     def probabilities(self, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the probabilities of all experts [t, E] for the tokens whose experts were chosen.
 
-        Args:
-            chosen: [t, K].
-            weights: [t, K].
+        `chosen`: [t, K]. `weights`: [t, K].
         """
         assert self.scores is not None, "the router beside the experts returned no scores"
         if self.kind is None:
@@ -93,10 +88,7 @@ def score_kind(scores: Tensor, chosen: Tensor, weights: Tensor) -> tuple[str, fl
 
     Weights are compared after they are scaled to sum to 1 for each token. Tokens that skip experts are left out.
 
-    Args:
-        scores: [t, E].
-        chosen: [t, K].
-        weights: [t, K].
+    `scores`: [t, E]. `chosen`: [t, K]. `weights`: [t, K].
     """
     expected = weights.double() / weights.double().sum(-1, keepdim=True)
     skips = (weights == 0).any(-1, keepdim=True)
@@ -169,11 +161,7 @@ class Routing:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See the forward passes inside of the block. Their backward passes belong into it, too.
-
-        Yields:
-            None.
-        """
+        """See the forward passes inside of the block. Their backward passes belong into it, too."""
         self._is_watching = True
         try:
             yield
@@ -184,12 +172,8 @@ class Routing:
     def tokens(self, counted: Tensor) -> Iterator[None]:
         """See the forward pass inside of the block, if it is watched.
 
-        Args:
-            counted: [t], how often each of this rank's tokens counts: 0 is padding, and a token that several sequences
-                share counts once for each. Bool or int64.
-
-        Yields:
-            None.
+        `counted`: [t], how often each of this rank's tokens counts: 0 is padding, and a token that several sequences
+        share counts once for each. Bool or int64.
         """
         if not self._is_watching:
             yield
@@ -226,11 +210,7 @@ class Routing:
     def add(self, is_counted: bool) -> None:
         """Add the last forward pass to the sums of the batch.
 
-        Args:
-            is_counted: False for a microbatch that has only padding rows.
-
-        Raises:
-            ConfigError: the module has a compute_logits of its own that does not call `tokens`.
+        `is_counted`: False for a microbatch that has only padding rows.
         """
         if self.replay is not None:
             self.replay.add(is_counted)
@@ -260,21 +240,14 @@ class Routing:
         return counts.view(shape), sums.view(shape) / max(num_tokens, 1.0), num_nonfinite, num_tokens
 
     def expect(self, group: dist.ProcessGroup) -> None:
-        """Take the load of the added forward passes for the auxiliary loss of the same batch; a collective.
-
-        Args:
-            group: all ranks.
-        """
+        """Take the load of the added forward passes for the auxiliary loss of the same batch; a collective."""
         counts, _, _, self._num_tokens = self._take(group)
         self._load = _shares(counts)
 
     def with_auxiliary(self, loss: Tensor, factor: float, is_counted: bool) -> Tensor:
         """Return a loss to which the auxiliary loss of the last forward pass is added.
 
-        Args:
-            loss: the loss of a microbatch.
-            factor: factor of the auxiliary loss beside `aux_loss_coef`.
-            is_counted: False for a microbatch that has only padding rows.
+        `is_counted`: False for a microbatch that has only padding rows.
         """
         return loss + factor * self._auxiliary_loss() if self.aux_loss_coef and is_counted else loss
 
@@ -289,14 +262,10 @@ class Routing:
     def report(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the metrics of the added forward passes, of all ranks; a collective.
 
-        Args:
-            group: all ranks.
-
-        Returns:
-            `moe/...`: `load_max` and `load_min` of all layers, as multiples of an even load; `load/N` of expert N, the
-                mean over layers; `auxiliary_loss`, 1 if balanced; `idle_share` of the experts of all layers that got no
-                token of this batch; `dropped_share`, none in DROPPED_STEPS optimizer steps; `nonfinite_tokens`; and
-                `replay_differs`, the share of replayed choices (of a layer for a token) that the model would not make.
+        Returns `moe/...`: `load_max` and `load_min` of all layers, as multiples of an even load; `load/N` of expert N,
+        the mean over layers; `auxiliary_loss`, 1 if balanced; `idle_share` of the experts of all layers that got no
+        token of this batch; `dropped_share`, none in DROPPED_STEPS optimizer steps; `nonfinite_tokens`; and
+        `replay_differs`, the share of replayed choices (of a layer for a token) that the model would not make.
         """
         if self._total is None:
             return {}
@@ -323,11 +292,7 @@ class Routing:
 
     @torch.no_grad()
     def finish_step(self, is_skipped: bool) -> None:
-        """Update the correction biases with the load since the last step, and forget the load.
-
-        Args:
-            is_skipped: the optimizer made no step, so biases stay, too.
-        """
+        """Update the correction biases with the load since the last step, and forget the load."""
         if not is_skipped:
             self._idle_steps = torch.where(self._step_counts > 0, 0.0, self._idle_steps + 1)
             biases = corrections(self._model) if self._rate else {}
@@ -364,13 +329,7 @@ class NoRouting:
         return nullcontext()
 
     def with_auxiliary(self, loss: Tensor, factor: float, is_counted: bool) -> Tensor:
-        """Return the loss itself.
-
-        Args:
-            loss: the loss of a microbatch.
-            factor: ignored.
-            is_counted: ignored.
-        """
+        """Return the loss itself."""
         return loss
 
     def add(self, is_counted: bool) -> None:
@@ -395,16 +354,7 @@ def _shares(counts: Tensor) -> Tensor:
 
 
 def check_balance(model: PreTrainedModel, aux_loss_coef: float, bias_update_rate: float) -> None:
-    """Check that a model has what the options of balance change.
-
-    Args:
-        model: the model.
-        aux_loss_coef: option `router_aux_loss_coef`.
-        bias_update_rate: option `router_bias_update_rate`.
-
-    Raises:
-        ConfigError: it has no experts, or its routers have no correction bias.
-    """
+    """Check that a model has what the options of balance change."""
     options = {"router_aux_loss_coef": aux_loss_coef, "router_bias_update_rate": bias_update_rate}
     kind = model.config.model_type
     for option, value in options.items():

@@ -96,11 +96,7 @@ def own_shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def _opened(path: Path) -> tuple[CheckpointReader | DequantisedReader, Any]:
-    """Return a reader of the stored tensors of a folder, and its config if it has one.
-
-    Raises:
-        CheckpointError: the folder is unusable.
-    """
+    """Return a reader of the stored tensors of a folder, and its config if it has one."""
     reader, config = CheckpointReader(path), load_config(path) if (path / "config.json").exists() else None
     found = None if config is None else quantisation(config, path)
     return (reader, config) if found is None else (DequantisedReader(reader, found), config)
@@ -154,11 +150,7 @@ class StoredCheckpoint:
         return self._made[name].shape if name in self._made else self.raw.shape(self._known(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor.
-
-        Raises:
-            CheckpointError: it is made of tensors of different types.
-        """
+        """Return the dtype of a tensor."""
         if name not in self._made:
             return self.raw.dtype(self._known(name))
         dtypes = {self.raw.dtype(leaf): leaf for leaf in self._made[name].leaves()}
@@ -175,11 +167,7 @@ class StoredCheckpoint:
         return made.read(self.raw, whole(made.shape) if box is None else box)
 
     def check_syncable(self) -> None:
-        """Refuse a folder whose engine cannot take weights of a trainer.
-
-        Raises:
-            WeightSyncError: the folder is quantised, and so are the engine's weights.
-        """
+        """Refuse a folder whose engine cannot take weights of a trainer."""
         if isinstance(self.raw, DequantisedReader):
             told = f"{self.path}: the engine serves its quantised weights, and a trainer's weights are not quantised"
             raise WeightSyncError(f"{told}. Export the trained model once, and serve the export")
@@ -205,11 +193,7 @@ def _as_class(model: nn.Module, cls: type[PreTrainedModel]) -> PreTrainedModel:
 
 
 def container_class(config: Any) -> type[PreTrainedModel]:
-    """Return the class of the model around a text model.
-
-    Raises:
-        ConfigError: transformers has none.
-    """
+    """Return the class of the model around a text model."""
     lists = (getattr(transformers, f"MODEL_FOR_{kind}_MAPPING", None) or {} for kind in CONTAINERS)
     found = next((classes[type(config)] for classes in lists if type(config) in classes), None)
     if found is None:
@@ -220,11 +204,7 @@ def container_class(config: Any) -> type[PreTrainedModel]:
 
 
 def _container(config: Any) -> PreTrainedModel:
-    """Return the model around a text model, on meta.
-
-    Raises:
-        ConfigError: transformers cannot make it.
-    """
+    """Return the model around a text model, on meta."""
     cls = container_class(config)
     try:
         with real_tensors(), meta_parameters():
@@ -234,16 +214,7 @@ def _container(config: Any) -> PreTrainedModel:
 
 
 def places(container: PreTrainedModel, model: Any, own: Mapping[str, Shape]) -> dict[str, str]:
-    """Return the names of a text model's parameters by their names in its container.
-
-    Args:
-        container: the model around the text model.
-        model: the text model.
-        own: its parameters and stored buffers, by name.
-
-    Raises:
-        ConfigError: the container does not have one such model.
-    """
+    """Return the names of a text model's parameters by their names in its container."""
     base = transformers_class(model.base_model)
     bases = [name for name, module in container.named_modules() if type(module) is base]
     if len(bases) != 1:
@@ -288,14 +259,7 @@ class Untrained:
     """SHA-256 of the tensors, which must be the same at the export"""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors, as they are in the folder now.
-
-        Yields:
-            Stored names and tensors.
-
-        Raises:
-            CheckpointError: the folder is gone, or the tensors have changed.
-        """
+        """Yield the tensors, as they are in the folder now."""
         found = sha256()
         try:
             raw, _ = _opened(self.path)
@@ -338,11 +302,7 @@ class StoredForm:
     def tensors(self, own: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
         """Yield all tensors of an export.
 
-        Args:
-            own: whole parameters and stored buffers of the model, by name.
-
-        Yields:
-            Stored name, tensor, and the dtype in which it is stored; None is that of the config.
+        Yields stored name, tensor, and the dtype in which it is stored; None is that of the config.
         """
         for name, tensor in self.conversion.stored(own):
             yield name, tensor, torch.float32 if name in self.wide else None
@@ -351,12 +311,7 @@ class StoredForm:
                 yield name, tensor, tensor.dtype
 
     def config(self, config: Any, architecture: str) -> tuple[Any, str]:
-        """Return the config and the class of the export.
-
-        Args:
-            config: config of the model.
-            architecture: transformers class of the model.
-        """
+        """Return the config and the class of the export."""
         if self.container is None:
             return config, architecture
         outer = copy.deepcopy(self.container)
@@ -369,12 +324,8 @@ def stored_form(
 ) -> StoredForm:
     """Return the form in which a module is exported: that of the checkpoint that it was read from.
 
-    Args:
-        module: the module.
-        source: the checkpoint; None if the module was not read from a folder.
-        is_writer: whether this rank writes exports.
-        drops: leave out the tensors that the module does not train; a text model then leaves its container.
-        balances: routers' correction biases are updated, by steps that vanish in a narrow dtype.
+    `source`: the checkpoint; None if the module was not read from a folder. `drops`: leave out the tensors that the
+    module does not train; a text model then leaves its container.
     """
     cls = transformers_class(module)
     if source is not None and source.untrained and is_writer:
@@ -448,11 +399,7 @@ class DequantisedReader:
         return torch.bfloat16 if name in self._scaled | self._packed else self._reader.dtype(name)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return a box of a tensor; without a box the whole tensor.
-
-        Raises:
-            CheckpointError: a scale does not fit its tensor.
-        """
+        """Return a box of a tensor; without a box the whole tensor."""
         if name in self._packed:
             return self._unpacked(name, box or whole(self.shape(name)))
         if name in self._scaled:

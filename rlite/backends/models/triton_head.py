@@ -24,13 +24,7 @@ STATISTICS_WARPS, GRADIENT_WARPS = 8, 4
 
 
 def block_statistics(logits: Block, labels: Int[Tensor, " rows"], temperature: float) -> Statistics:
-    """Return the statistics of a block in float32; see `rlite.algorithms.logprobs.block_statistics`.
-
-    Args:
-        logits: `[rows, columns]`, in float32, bfloat16 or float16.
-        labels: token ids, counted from the block's first column, `[rows]`.
-        temperature: divisor of the logits.
-    """
+    """Return the statistics of a block in float32; see `rlite.algorithms.logprobs.block_statistics`."""
     num_rows, num_columns = logits.shape
     out = torch.empty(4, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:
@@ -52,18 +46,7 @@ def block_gradient(
     grad_entropies: Rows | None,
     out: Block | None = None,
 ) -> Block:
-    """Return the gradient of a block in its own dtype; see `rlite.algorithms.logprobs.block_gradient`.
-
-    Args:
-        logits: `[rows, columns]`, contiguous.
-        labels: token ids, counted from the block's first column, `[rows]`.
-        temperature: divisor of the logits.
-        log_sums: log sum_v exp(x_v) over all columns, `[rows]`.
-        entropies: H of the rows, `[rows]`.
-        grad_logprobs: gradient with respect to log p_l, `[rows]`.
-        grad_entropies: gradient with respect to H, `[rows]`; None is 0, and its terms are not computed.
-        out: memory of the result, which may be `logits` itself; None allocates it.
-    """
+    """Return the gradient of a block in its own dtype; see `rlite.algorithms.logprobs.block_gradient`."""
     num_rows, num_columns = logits.shape
     out = torch.empty_like(logits) if out is None else out
     used = log_sums if grad_entropies is None else grad_entropies

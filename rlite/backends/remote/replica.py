@@ -38,14 +38,7 @@ MAX_ATTEMPTS = 5
 
 
 def generate_body(request: SequenceRequest, model: str, name: str, max_model_len: int) -> dict[str, Any]:
-    """Return the body of /inference/v1/generate for a request that continues after its `output_ids`.
-
-    Args:
-        request: the request.
-        model: name of the model on the server.
-        name: unique id of the request.
-        max_model_len: longest sequence of the server.
-    """
+    """Return the body of /inference/v1/generate for a request that continues after its `output_ids`."""
     gconfig, num_done, num_new = request.gconfig, len(request.output_ids), num_left(request, max_model_len)
     sampling = {
         "max_tokens": num_new,
@@ -81,13 +74,7 @@ class RemoteStream(AnswerStream):
     def chunk(self, line: str | bytes, version: int) -> TokenChunk:
         """Return the new tokens of one event.
 
-        Args:
-            line: JSON text of the event.
-            version: policy version for a server that does not know its version.
-
-        Raises:
-            CallRefused: the event is an error.
-            OSError: the server ended the request without a reason of its own.
+        `line`: JSON text of the event.
         """
         event, number = json.loads(line), self.request.request_id
         if (error := event.get("error")) is not None:
@@ -145,11 +132,7 @@ class RemoteReplica(StreamedReplica):
         super().set_version(version)
 
     def weights_changed(self, version: int) -> None:
-        """Let the server read the newest weights. The first replica that does writes them.
-
-        Raises:
-            WorkerError: the server does not serve them, but its earlier weights.
-        """
+        """Let the server read the newest weights. The first replica that does writes them."""
         self._load(version)
         self._version = version
 
@@ -207,25 +190,13 @@ class RemoteReplica(StreamedReplica):
 
 
 def check(path: str, num_workers: int) -> None:
-    """Refuse shares of a model.
-
-    Args:
-        path: folder of the checkpoint.
-        num_workers: workers of a replica.
-
-    Raises:
-        ConfigError: there are several.
-    """
+    """Refuse shares of a model."""
     if num_workers > 1:
         raise ConfigError(f"tensor_parallel_size={num_workers}: with executor 'remote' a replica is a running server")
 
 
 def sync_obstacle(options: Mapping[str, Any]) -> str:
-    """Return why no new weights reach the servers; "" if they do.
-
-    Args:
-        options: options of the executor.
-    """
+    """Return why no new weights reach the servers; "" if they do."""
     return "" if options.get("weights_folder") else "the policy of its servers is fixed without weights_folder"
 
 

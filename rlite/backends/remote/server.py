@@ -106,13 +106,7 @@ class Served:
     def load(self, folder: str, version: int, timeout: float) -> None:
         """Let the server read weights, which are then those of a version.
 
-        Args:
-            folder: a folder that it can read.
-            version: policy version.
-            timeout: seconds.
-
-        Raises:
-            WorkerError: it does not serve them in time; the message has its reason.
+        `timeout`: seconds.
         """
         assert self.administered is not None
         try:
@@ -124,16 +118,7 @@ class Served:
 
 
 def attach(url: str, options: RemoteOptions, path: str) -> Served:
-    """Return the model of a server, after comparing it with a checkpoint.
-
-    Args:
-        url: address of the server.
-        options: options of the executor.
-        path: folder of the checkpoint.
-
-    Raises:
-        ConfigError: the server does not answer, or serves another model.
-    """
+    """Return the model of a server, after comparing it with a checkpoint."""
     endpoint = Endpoint(url, options.key(), "server")
     try:
         entries = {entry["id"]: entry for entry in _answer(endpoint, "/v1/models", options.start_timeout_s)["data"]}
@@ -164,11 +149,7 @@ def attach(url: str, options: RemoteOptions, path: str) -> Served:
 
 
 def _answer(endpoint: Endpoint, path: str, timeout: float) -> Any:
-    """Return the answer of a server that may still start.
-
-    Raises:
-        WorkerError: it does not answer in time.
-    """
+    """Return the answer of a server that may still start."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -180,16 +161,7 @@ def _answer(endpoint: Endpoint, path: str, timeout: float) -> Any:
 
 
 def check_tokenizer(endpoint: Endpoint, model: str, path: str) -> list[int]:
-    """Return the ids of a probe text, which a server's tokenizer and a checkpoint's agree on.
-
-    Args:
-        endpoint: the server.
-        model: name of its model.
-        path: folder of the checkpoint.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Return the ids of a probe text, which a server's tokenizer and a checkpoint's agree on."""
     (own,) = raw_prompts(load_tokenizer(path), [PROBE])
     body = {"model": model, "prompt": PROBE, "max_tokens": 1, "return_token_ids": True}
     theirs = endpoint.call("/v1/completions", body)["choices"][0]["prompt_token_ids"]
@@ -203,14 +175,7 @@ def check_tokenizer(endpoint: Endpoint, model: str, path: str) -> list[int]:
 
 
 def check_administered(server: Endpoint) -> None:
-    """Check that a server takes weights from this program: a body without a folder is the only thing that it refuses.
-
-    Args:
-        server: the server, with the administrator's token.
-
-    Raises:
-        ConfigError: it has no such route, or another token.
-    """
+    """Check that a server takes weights from this program: it refuses a body without a folder, and nothing else."""
     try:
         server.call(WEIGHTS, {})
     except CallRefused as error:
@@ -220,13 +185,7 @@ def check_administered(server: Endpoint) -> None:
 
 
 def served_version(endpoint: Endpoint, model: str, ids: list[int]) -> int:
-    """Return the policy version that a server reports with a token; 0 if it reports none.
-
-    Args:
-        endpoint: the server.
-        model: name of its model.
-        ids: a prompt.
-    """
+    """Return the policy version that a server reports with a token; 0 if it reports none."""
     body = {"model": model, "token_ids": ids, "sampling_params": {"max_tokens": 1}}
     spans = endpoint.call(GENERATE, body)["choices"][0].get("weight_versions") or [{"version": 0}]
     return version_of(spans[-1]["version"], 0)
@@ -236,11 +195,6 @@ def is_scaled(endpoint: Endpoint, model: str, ids: list[int]) -> bool:
     """Return whether a server's log-probabilities are those at the temperature of a request.
 
     The most likely tokens are asked for twice, the second time at a low temperature: only then are they near 0.
-
-    Args:
-        endpoint: the server.
-        model: name of its model.
-        ids: a prompt.
     """
 
     def total(**sampling: float) -> float:

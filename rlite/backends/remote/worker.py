@@ -58,14 +58,7 @@ class RemoteWorker(ServingWorker):
         return self._staged.shards if self._options.weights_folder else {}
 
     def folder_of(self, version: int) -> str:
-        """Return the folder of the latest weights. The first call after a sync writes it, under the name of a version.
-
-        Args:
-            version: policy version of the weights.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Return the folder of the latest weights. The first call after a sync writes it, named after a version."""
         with self._turn:
             if shards := self.parameter_shards():
                 self._folder = self._write(version, shards)
@@ -73,11 +66,7 @@ class RemoteWorker(ServingWorker):
             return self._folder
 
     def load_weights(self, path: str | None) -> None:
-        """Let the servers read a checkpoint; None is the engine's own.
-
-        Raises:
-            ConfigError: they read no weights of this engine.
-        """
+        """Let the servers read a checkpoint; None is the engine's own."""
         if not self._options.weights_folder:
             remedy = "load them there, or set weights_folder and the administrator's token"
             raise ConfigError(f"load: the executor 'remote' cannot change the weights of its servers; {remedy}")

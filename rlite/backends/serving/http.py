@@ -62,11 +62,7 @@ class Endpoint:
     def refused(self, path: str, status: int, answer: str, retry_after: str = "") -> CallRefused:
         """Return the error for a call that the server answered with an error.
 
-        Args:
-            path: path of the URL.
-            status: the HTTP status.
-            answer: text of the response.
-            retry_after: its header of this name, in seconds. A date counts as 0.
+        `retry_after`: its header of this name, in seconds. A date counts as 0.
         """
         error = CallRefused(f"the {self.kind} at {self.url}", path, status, answer)
         error.retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
@@ -81,17 +77,8 @@ class Endpoint:
     def call(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = CALL_S) -> Any:
         """Send a request: POST with a JSON body, or GET without a body.
 
-        Args:
-            path: path of the URL.
-            body: JSON object to post.
-            timeout: seconds.
-
-        Returns:
-            The JSON value of the response, or its text if it is not JSON.
-
-        Raises:
-            CallRefused: the server answered with an error.
-            WorkerError: the server did not answer in time, or is gone.
+        `body`: JSON object to post. `timeout`: seconds. Returns the JSON value of the response, or its text if it is
+        not JSON.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {**self.headers, "Content-Type": "application/json"}
@@ -141,11 +128,7 @@ class ServerClient:
 
     @contextlib.asynccontextmanager
     async def post(self, path: str, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the response to a request.
-
-        Raises:
-            CallRefused: the server refused the request.
-        """
+        """Yield the response to a request."""
         async with self.session.post(self._endpoint.url + path, json=body, allow_redirects=False) as response:
             if response.status != 200:
                 retry_after = response.headers.get("Retry-After", "")

@@ -64,18 +64,10 @@ def decode_attention(
 
     Rows of one sequence see each other up to their own position.
 
-    Args:
-        query: `[rows, heads, key width]`.
-        key: `[rows, kv_heads, key width]`.
-        value: `[rows, kv_heads, value width]`.
-        positions: `[rows]`, int64.
-        table: pages of each row's sequence, `[rows, pages]`, int64.
-        keys: `[all pages, kv_heads, key width, BLOCK]`.
-        values: `[all pages, kv_heads, BLOCK, value width]`.
-        weighting: terms by which the layer weights the values.
-
-    Returns:
-        The output, `[rows, heads, value width]`.
+    `query`: `[rows, heads, key width]`. `key`: `[rows, kv_heads, key width]`. `value`: `[rows, kv_heads, value width]`.
+    `positions`: `[rows]`, int64. `table`: pages of each row's sequence, `[rows, pages]`, int64. `keys`: `[all pages,
+    kv_heads, key width, BLOCK]`. `values`: `[all pages, kv_heads, BLOCK, value width]`. Returns the output, `[rows,
+    heads, value width]`.
     """
     rows, heads, dim = query.shape
     scale, window, softmax = weighting
@@ -91,10 +83,8 @@ def decode_attention(
 def draw(logits: Tensor, uniform: Tensor, is_greedy: Tensor) -> tuple[Tensor, Tensor]:
     """Return one token for each row, and its log-probability: NaN if the row holds NaN or infinity.
 
-    Args:
-        logits: `[rows, vocabulary]`; -inf is never chosen.
-        uniform: where to invert the cumulative distribution, in [0, 1), `[rows]`.
-        is_greedy: whether the row takes its most likely token, bool `[rows]`.
+    `logits`: `[rows, vocabulary]`; -inf is never chosen. `uniform`: where to invert the cumulative distribution, in [0,
+    1), `[rows]`. `is_greedy`: whether the row takes its most likely token, bool `[rows]`.
     """
     given = [t.contiguous() for t in (logits, uniform, is_greedy)]
     tokens, logprobs = logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits))
@@ -105,9 +95,7 @@ def draw(logits: Tensor, uniform: Tensor, is_greedy: Tensor) -> tuple[Tensor, Te
 def call(name: str, *arguments: Any) -> None:
     """Call a function of decode.c.
 
-    Args:
-        name: its name in `SIGNATURES`.
-        *arguments: its arguments. Tensors are contiguous and on CPU.
+    `*arguments`: its arguments. Tensors are contiguous and on CPU.
     """
     getattr(compiled(), name)(*map(_pointer, arguments))
 
@@ -155,11 +143,7 @@ def _compile(library: Path, flags: tuple[str, ...]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder of compiled libraries.
-
-    Raises:
-        PermissionError: other users can write to it.
-    """
+    """Return the folder of compiled libraries."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = base / "rlite"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -30,20 +30,12 @@ class PumpedWorker(ServingWorker, Protocol):
     """A synchronous worker: it generates tokens only while `advance` runs."""
 
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
-        """Accept requests, end requests, run decode steps, and return the generated tokens.
-
-        Args:
-            new: requests to accept.
-            aborted: numbers of requests to end.
-            max_steps: upper bound of the number of decode steps.
-        """
+        """Accept requests, end requests, run decode steps, and return the generated tokens."""
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
 
-        Args:
-            prompts: token ids.
-            num_top: number of most likely tokens at each place.
+        `num_top`: number of most likely tokens at each place.
         """
 
 
@@ -86,8 +78,7 @@ class PumpedReplica(WorkerReplica):
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Queue requests for the next call.
 
-        Returns:
-            False, with nothing queued, if the replica has failed.
+        Returns False, with nothing queued, if the replica has failed.
         """
         with self._changed:
             if not self._in_flight.add(requests):
@@ -129,25 +120,14 @@ class PumpedReplica(WorkerReplica):
     def stage_adapter(self, name: str | None, weights: AdapterWeights, version: int) -> bool | None:
         """Make a version of an adapter ready on all workers, between two calls.
 
-        Args:
-            name: name of the adapter.
-            weights: its values.
-            version: its version.
-
-        Returns:
-            Whether it changes a logit; None if no worker knows.
+        Returns whether it changes a logit; None if no worker knows.
         """
         with self._calling:
             found = self.call(AdapterWorker.stage_adapter, name, weights, version)
         return next((changes for changes in found if changes is not None), None)
 
     def use_adapter(self, name: str | None, is_kept: bool) -> None:
-        """Serve the version that was staged. The replica is paused.
-
-        Args:
-            name: name of the adapter.
-            is_kept: let requests in flight end with the version with which they began.
-        """
+        """Serve the version that was staged. The replica is paused."""
         self.call(AdapterWorker.use_adapter, name, is_kept)
 
     def drop_adapter(self, name: str | None) -> None:
@@ -157,19 +137,7 @@ class PumpedReplica(WorkerReplica):
     def prompt_logprobs(
         self, prompts: Sequence[list[int]], num_top: int, adapter: str | None = None
     ) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens. Calls for a few prompts alternate with decode steps.
-
-        Args:
-            prompts: token ids.
-            num_top: number of most likely tokens at each place.
-            adapter: name of an adapter.
-
-        Returns:
-            One entry per prompt.
-
-        Raises:
-            Exception: the replica is lost, or the worker refuses a prompt.
-        """
+        """Return the log-probabilities of each prompt's tokens. Calls for a few prompts alternate with decode steps."""
         starts = range(0, len(prompts), PROMPTS_PER_CALL)
         scorings = [Scoring(list(prompts[start : start + PROMPTS_PER_CALL]), num_top, adapter) for start in starts]
         with self._changed:

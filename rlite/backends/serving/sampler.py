@@ -54,11 +54,7 @@ def num_left(request: SequenceRequest, max_model_len: int) -> int:
 def objection(request: SequenceRequest, max_model_len: int, vocab_size: int, default: str = "") -> str | None:
     """Return the reason why no backend can serve a request, None if one can.
 
-    Args:
-        request: the request.
-        max_model_len: longest sequence in tokens.
-        vocab_size: number of tokens in the model's vocabulary.
-        default: explains `max_model_len` if it is not the user's.
+    `max_model_len`: longest sequence in tokens.
     """
     ids = [*request.input_ids, *request.output_ids]
     if not request.input_ids:
@@ -72,10 +68,7 @@ def objection(request: SequenceRequest, max_model_len: int, vocab_size: int, def
 def length_objection(num_tokens: int, max_model_len: int, default: str = "") -> str | None:
     """Return the reason why a prompt is too long, None if it is not.
 
-    Args:
-        num_tokens: length of the prompt.
-        max_model_len: longest sequence in tokens.
-        default: explains `max_model_len` if it is not the user's.
+    `max_model_len`: longest sequence in tokens.
     """
     limit = f"max_model_len={max_model_len}{default} leaves room for {max_model_len - 1}"
     return None if num_tokens < max_model_len else f"the prompt has {num_tokens} tokens, {limit}"
@@ -113,14 +106,7 @@ class RequestRules:
         return None
 
     def length_at_stop(self, request: SequenceRequest, tokens: Sequence[int], start: int, begin: int = 0) -> int | None:
-        """Return the length in tokens at which a completion first contains a stop string, None if it contains none.
-
-        Args:
-            request: the request.
-            tokens: its tokens.
-            start: index of the first token that is new since the last search.
-            begin: index of the first token of the completion.
-        """
+        """Return the length in tokens at which a completion first contains a stop string, None if it contains none."""
         return length_at_stop(self._tokenizer, tokens, request.gconfig.stop, start, begin)
 
     @cached_property
@@ -182,13 +168,7 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> SamplingBatch:
-        """Return the parameters of a batch.
-
-        Args:
-            rows: parameters of each row.
-            vocab_size: size of the vocabulary.
-            device: device of the tensors.
-        """
+        """Return the parameters of a batch."""
         greedy = [row.gconfig.greedy for row in rows]
         inverse = [1.0 if row.gconfig.greedy else 1.0 / row.gconfig.temperature for row in rows]
         width = max((len(row.stop_ids) for row in rows), default=0)
@@ -256,13 +236,8 @@ def sample(logits: Tensor, batch: SamplingBatch, uniform: Tensor) -> Sampled:
 
     A row with NaN or +inf among its logits gets an arbitrary token with log-probability NaN.
 
-    Args:
-        logits: `[rows, vocabulary]` of any dtype.
-        batch: sampling parameters of the rows.
-        uniform: random numbers in [0, 1), `[rows]`.
-
-    Returns:
-        The tokens, their log-probabilities and kept ids.
+    `logits`: `[rows, vocabulary]` of any dtype. `uniform`: random numbers in [0, 1), `[rows]`. Returns the tokens,
+    their log-probabilities and kept ids.
     """
     rows, vocab_size = logits.shape
     # on CPU as many rows at a time as stay in the processor's cache: each is read several times
@@ -287,10 +262,7 @@ def sample(logits: Tensor, batch: SamplingBatch, uniform: Tensor) -> Sampled:
 def sample_each(logits: Tensor, batches: Sequence[SamplingBatch], uniform: Tensor) -> Sampled:
     """Return the results of `sample`, computed one row at a time.
 
-    Args:
-        logits: `[rows, vocabulary]`.
-        batches: sampling parameters of each row.
-        uniform: random numbers in [0, 1), `[rows]`.
+    `logits`: `[rows, vocabulary]`. `uniform`: random numbers in [0, 1), `[rows]`.
     """
     parts = [sample(logits[r : r + 1], batch, uniform[r : r + 1]) for r, batch in enumerate(batches)]
     columns = zip(*(part[:3] for part in parts), strict=True)
@@ -300,12 +272,7 @@ def sample_each(logits: Tensor, batches: Sequence[SamplingBatch], uniform: Tenso
 
 
 def kept_ids_of(kept: Tensor | None, num_rows: int) -> list[list[int]]:
-    """Return the kept ids of each row; [] for a row that reports none.
-
-    Args:
-        kept: `Sampled.kept`.
-        num_rows: number of rows.
-    """
+    """Return the kept ids of each row; [] for a row that reports none."""
     if kept is None:
         return [[]] * num_rows
     counts = torch.bincount(kept[:, 0], minlength=num_rows)
@@ -315,14 +282,9 @@ def kept_ids_of(kept: Tensor | None, num_rows: int) -> list[list[int]]:
 def _report(logits: Tensor, left: Tensor, tokens: Tensor, cut: RowFilter) -> tuple[Tensor, Tensor]:
     """Return the kept ids of the reported rows, and their tokens' log-probabilities over them, with the trainer's bits.
 
-    Args:
-        logits: `[batch, vocabulary]`.
-        left: log-probabilities of the filter's rows with removed tokens at -inf, `[rows, vocabulary]`.
-        tokens: sampled tokens of the filter's rows, `[rows]`.
-        cut: the filter.
-
-    Returns:
-        (row of the batch, token id) of each kept id, `[pairs, 2]`; log-probabilities `[reported]`.
+    `logits`: `[batch, vocabulary]`. `left`: log-probabilities of the filter's rows with removed tokens at -inf, `[rows,
+    vocabulary]`. `tokens`: sampled tokens of the filter's rows, `[rows]`. Returns (row of the batch, token id) of each
+    kept id, `[pairs, 2]`; log-probabilities `[reported]`.
     """
     rows = cut.rows[cut.reported]
     scaled = logits[rows].float() / cut.temperature  # as the trainer does, not times the inverse

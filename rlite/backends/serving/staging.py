@@ -39,8 +39,7 @@ class Staging:
     def begin(self, is_near: bool) -> SharedArena | DeviceArena:
         """Return an empty arena.
 
-        Args:
-            is_near: the weights come from the same GPU. They stay there if it has room for them.
+        `is_near`: the weights come from the same GPU. They stay there if it has room for them.
         """
         if is_near and has_room(self._device, self._nbytes):
             return DeviceArena(self._nbytes, self._device, self._reader_index)
@@ -100,11 +99,7 @@ class CheckpointStaging:
         return Staging(self._device, self.held, self._reader_index)
 
     def begin(self, is_near: bool) -> None:
-        """Begin a sync with unwritten memory; see `Staging.begin`.
-
-        Raises:
-            WeightSyncError: the checkpoint is quantised.
-        """
+        """Begin a sync with unwritten memory; see `Staging.begin`."""
         self.stored.check_syncable()
         self.forget()  # what a failed sync has left
         self._arena = arena = self._memory.begin(is_near)

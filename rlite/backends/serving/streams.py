@@ -42,12 +42,7 @@ class AnswerStream:
     def chunk(self, line: str | bytes, version: int) -> TokenChunk:
         """Return the new tokens of one event.
 
-        Args:
-            line: JSON text of the event.
-            version: policy version for a server that does not know its version.
-
-        Raises:
-            NotImplementedError: the class does not override this method.
+        `line`: JSON text of the event.
         """
         raise NotImplementedError
 
@@ -98,11 +93,7 @@ class StreamedReplica(WorkerReplica):
     # -- called by the engine ------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the failure of a worker or a server that no longer serves.
-
-        Raises:
-            Exception: the failure.
-        """
+        """Raise the failure of a worker or a server that no longer serves."""
         super().check()
         if (failure := self.failure) is not None:
             raise type(failure)(*failure.args)
@@ -110,8 +101,7 @@ class StreamedReplica(WorkerReplica):
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Start requests.
 
-        Returns:
-            False, with nothing started, if the replica has failed.
+        Returns False, with nothing started, if the replica has failed.
         """
         is_added = self._in_flight.add(requests)
         if is_added:
@@ -201,11 +191,7 @@ class StreamedReplica(WorkerReplica):
                 self._tasks[number] = self._loop.create_task(self._serve(request, attempt))
 
     async def _serve(self, request: InFlightRequest, attempt: int) -> None:
-        """Receive one request's tokens until it has ended.
-
-        Raises:
-            CancelledError: nobody waits for them now.
-        """
+        """Receive one request's tokens until it has ended."""
         stream = self._stream_of(request)
         number, limits = stream.request.request_id, (self._endpoint.max_model_len, self._endpoint.vocab_size)
         try:
@@ -245,12 +231,7 @@ class StreamedReplica(WorkerReplica):
         raise NotImplementedError
 
     async def _ask(self, stream: AnswerStream) -> None:
-        """Send a request, and `_receive` its events.
-
-        Raises:
-            CallRefused: the server refused it.
-            OSError: the connection broke.
-        """
+        """Send a request, and `_receive` its events."""
         raise NotImplementedError
 
     async def _interrupted(
@@ -266,11 +247,7 @@ class StreamedReplica(WorkerReplica):
         """Note that nobody waits for a stream. By default the server sees that it was closed."""
 
     async def _receive(self, lines: AsyncIterable[bytes], stream: AnswerStream) -> None:
-        """Hand the events of one response to its request.
-
-        Raises:
-            OSError: the stream ended before its request.
-        """
+        """Hand the events of one response to its request."""
         async for line in lines:
             if line.startswith(b"data: {"):
                 chunk = stream.chunk(line[len(b"data: ") :], self._version)

@@ -32,11 +32,7 @@ MAX_SCORED = 64
 def generate_body(request: SequenceRequest, name: str, max_model_len: int, vocab_size: int) -> dict[str, Any]:
     """Return the body of `/generate` for a request that continues after its `output_ids`.
 
-    Args:
-        request: the request.
-        name: unique id of the request on the server; no id may be a prefix of another.
-        max_model_len: longest sequence of the server.
-        vocab_size: size of the model's vocabulary.
+    `name`: unique id of the request on the server; no id may be a prefix of another.
     """
     gconfig, num_done = request.gconfig, len(request.output_ids)
     ids = [*request.input_ids, *request.output_ids]
@@ -90,9 +86,7 @@ class TokenStream(AnswerStream):
     def chunk(self, line: str | bytes, version: int) -> TokenChunk:
         """Return the new tokens of one event.
 
-        Args:
-            line: JSON text of the event.
-            version: policy version for a server that does not know its version.
+        `line`: JSON text of the event.
         """
         event = json.loads(line)
         if (error := event.get("error")) is not None:

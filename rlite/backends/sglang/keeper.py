@@ -23,11 +23,7 @@ PR_SET_PDEATHSIG = 1
 def main(command: list[str]) -> int:
     """Run a command in a process group of its own, until it ends or standard input closes.
 
-    Args:
-        command: program and arguments.
-
-    Returns:
-        The exit code of the command; for one that a signal ended, 128 plus the signal's number, as in a shell.
+    Returns the exit code of the command; for one that a signal ended, 128 plus the signal's number, as in a shell.
     """
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_keeper)
     threading.Thread(target=end_with_input, args=(server,), daemon=True).start()

@@ -59,16 +59,7 @@ class SglangReplica(StreamedReplica):
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
 
-        Args:
-            prompts: token ids.
-            num_top: number of most likely tokens at each place.
-
-        Returns:
-            One entry per prompt.
-
-        Raises:
-            WorkerError: the server refused a prompt, or was lost meanwhile.
-            RliteError: the engine was released meanwhile.
+        `num_top`: number of most likely tokens at each place.
         """
         scoring = asyncio.run_coroutine_threadsafe(self._score_all(prompts, num_top), self._loop)
         try:
@@ -135,8 +126,7 @@ class SglangReplica(StreamedReplica):
     async def _hold(self) -> bool:
         """Hold tokens that arrive from now on.
 
-        Returns:
-            Whether the server has to be paused.
+        Returns whether the server has to be paused.
         """
         was_paused, self._is_paused = self._is_paused, True
         return not was_paused and self.failure is None

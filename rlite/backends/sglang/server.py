@@ -64,12 +64,7 @@ class ServerProcess:
     def wait_until_ready(self, timeout: float) -> None:
         """Return when the server has answered a health check.
 
-        Args:
-            timeout: seconds.
-
-        Raises:
-            ConfigError: the server ended; the message names the cause.
-            CallTimeout: the server was not ready in time. It was stopped.
+        `timeout`: seconds.
         """
         deadline = time.monotonic() + timeout
         while (failure := self.failure()) is None:
@@ -221,11 +216,7 @@ class SglangOptions(PassingOptions):
 
 
 def routing_obstacle(options: Mapping[str, Any]) -> str:
-    """Return why servers cannot return the experts that they chose; "" if they can.
-
-    Args:
-        options: options of the executor.
-    """
+    """Return why servers cannot return the experts that they chose; "" if they can."""
     if options.get("addresses"):
         told = f"the servers at addresses may not return them; {ROUTING}=true beside addresses says that they do"
         return "" if options.get(ROUTING) else told

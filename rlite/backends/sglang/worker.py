@@ -74,10 +74,7 @@ def make_buckets(
 
     SGLang expects no gaps, so wide types come first and every parameter is aligned.
 
-    Args:
-        parameters: types and shapes by name.
-        most_bytes: the limit.
-        empty: returns unwritten memory for each bucket, from a shape and a dtype.
+    `parameters`: types and shapes by name. `empty`: returns unwritten memory for each bucket, from a shape and a dtype.
     """
     groups: list[list[SimpleNamespace]] = []
     for name, (dtype, shape) in sorted(parameters.items(), key=lambda item: -item[1][0].itemsize):
@@ -91,12 +88,7 @@ def make_buckets(
 
 
 def stored_buckets(buckets: list[Bucket], conversion: Conversion) -> Iterator[Bucket]:
-    """Yield buckets of the tensors that the server's checkpoint has, made of those that weight sync has written.
-
-    Args:
-        buckets: buckets of parameters.
-        conversion: conversion of parameters into stored tensors.
-    """
+    """Yield buckets of the tensors that the server's checkpoint has, made of those that weight sync has written."""
     forms = ((name, form) for group in conversion.groups for name, form in group.stored.items())
     if all(isinstance(form, Leaf) and form.name == name for name, form in forms):
         yield from buckets
@@ -158,9 +150,7 @@ class TensorSender(Sender):
 def serialized(flat: Tensor, bucket: Bucket) -> str:
     """Return a bucket in the form of SGLang's serializer: a pickle in base64.
 
-    Args:
-        flat: the bucket's bytes, on the device from which they are sent.
-        bucket: the bucket.
+    `flat`: the bucket's bytes, on the device from which they are sent.
     """
     buffer = io.BytesIO()
     own = flat if flat.is_cuda else flat.clone()  # a view is pickled with all the memory that it is a part of
@@ -226,12 +216,7 @@ class GroupSender(Sender):
         self._both("/init_weights_update_group", body, join)
 
     def _both(self, path: str, body: Mapping[str, Any], act: Callable[[], object]) -> None:
-        """Call the server, and act at the same time. A failure on either side leaves the group.
-
-        Raises:
-            WeightSyncError: this side failed.
-            WorkerError: the server failed.
-        """
+        """Call the server, and act at the same time. A failure on either side leaves the group."""
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.endpoint.call, path, body, self.timeout)
             try:
@@ -313,11 +298,7 @@ class SglangWorker:
     # -- starting ------------------------------------------------------------------------------------------------
 
     def _devices(self) -> list[int]:
-        """Return the replica's GPUs as this process numbers them; none on CPU. A collective of the replica's ranks.
-
-        Raises:
-            ConfigError: the devices are on several nodes, or the replica of a running server has several workers.
-        """
+        """Return the replica's GPUs as this process numbers them; none on CPU. A collective of the replica's ranks."""
         own = (self._context.device.node, self._device.index or 0)
         places = [own] * self._size
         if self._size > 1:
@@ -370,11 +351,7 @@ class SglangWorker:
         return StoredCheckpoint(meta_model(load_config(self._path)), self._path)
 
     def stage(self, is_near: bool) -> None:
-        """Begin a sync with unwritten memory; see `StagingWorker.stage`.
-
-        Raises:
-            WeightSyncError: the server has a quantised checkpoint.
-        """
+        """Begin a sync with unwritten memory; see `StagingWorker.stage`."""
         if self._endpoint is not None:
             self._stored.check_syncable()
             self._buckets = []  # what a failed sync has left
@@ -385,14 +362,7 @@ class SglangWorker:
         return {name: shard for bucket in self._buckets for name, shard in bucket.shards().items()}
 
     def weights_changed(self, version: int) -> None:
-        """Send staged weights to the server, and give the server's weights this policy version.
-
-        Args:
-            version: policy version.
-
-        Raises:
-            WeightSyncError: the server refused weights.
-        """
+        """Send staged weights to the server, and give the server's weights this policy version."""
         if self._endpoint is None:
             return
         if self._buckets:
@@ -434,14 +404,7 @@ class SglangWorker:
         return cls(self._endpoint, int(self._info.get("tp_size") or 1), self._device, self._options.start_timeout_s)
 
     def load_weights(self, path: str | None) -> None:
-        """Let the server read weights from a checkpoint; None is the engine's own.
-
-        Args:
-            path: folder of a checkpoint that the server can read.
-
-        Raises:
-            CheckpointError: the server could not read it.
-        """
+        """Let the server read weights from a checkpoint; None is the engine's own."""
         if self._endpoint is not None:
             self.to_device("weights")
             self._buckets = []  # what a failed sync has left
@@ -466,11 +429,7 @@ class SglangWorker:
             self._on_device.update(missing)
 
     def to_cpu(self) -> None:
-        """Keep the server's weights in host memory, and drop its KV cache.
-
-        Raises:
-            ConfigError: an attached server would lose its weights.
-        """
+        """Keep the server's weights in host memory, and drop its KV cache."""
         self._need("enable_weights_cpu_backup", "and would lose its weights in cpu(). Use meta(), or")
         self._release()
 

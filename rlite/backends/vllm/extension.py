@@ -54,11 +54,7 @@ class WorkerExtension:
     def rlite_install(self, server: int) -> int:
         """Install rlite's sampler, and end this process with the server.
 
-        Args:
-            server: process id of the server.
-
-        Returns:
-            Bytes of the KV cache in this process.
+        Returns bytes of the KV cache in this process.
         """
         self.model_runner.sampler = RequestSampler(self.model_runner)
         _mend_adapters(self.model_runner.get_model())
@@ -70,12 +66,8 @@ class WorkerExtension:
     def rlite_load(self, source: bytes) -> None:
         """Load weights.
 
-        Args:
-            source: pickled path of a checkpoint; or handles of shared parameters by name, their conversion, and the
-                path of a checkpoint with the names of its tensors that are no parameters.
-
-        Raises:
-            WeightSyncError: a parameter of vLLM's model was not written.
+        `source`: pickled path of a checkpoint; or handles of shared parameters by name, their conversion, and the path
+        of a checkpoint with the names of its tensors that are no parameters.
         """
         given = pickle.loads(source)
         model = self.model_runner.get_model()
@@ -115,8 +107,7 @@ class WorkerExtension:
     def rlite_digest(self, pieces: bytes) -> bytes:
         """Return pickled digests of the parts of each piece that this process computes with.
 
-        Args:
-            pieces: pickled, of each the stored name, the box in the global tensor, and the shape of that tensor.
+        `pieces`: pickled, of each the stored name, the box in the global tensor, and the shape of that tensor.
         """
         model, asked = self.model_runner.get_model(), pickle.loads(pieces)
         mapper = getattr(model, "hf_to_vllm_mapper", None)

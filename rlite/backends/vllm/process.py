@@ -100,13 +100,7 @@ class EngineProcess:
         return Path(self._folder.name)
 
     def call(self, method: Callable[Concatenate[Server, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of a coroutine method of the server.
-
-        Raises:
-            WorkerDied: the process is gone.
-            TimeoutError: the server did not answer.
-            RuntimeError: the method raised.
-        """
+        """Return the result of a coroutine method of the server."""
         return self._call(CALL_S, method.__name__, args, kwargs)
 
     def cast(self, method: Callable[Concatenate[Server, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -130,11 +124,7 @@ class EngineProcess:
     def take_chunks(self, wait_s: float = 0.0) -> list[TokenChunk]:
         """Return the tokens that have arrived.
 
-        Args:
-            wait_s: seconds to wait for the first tokens.
-
-        Raises:
-            WorkerDied: the process is gone, and all its tokens were taken.
+        `wait_s`: seconds to wait for the first tokens.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._chunks or self._death, timeout=wait_s)
@@ -220,11 +210,6 @@ def end_session(
     """End every process of the server's session, and remove its files.
 
     vLLM's resource tracker is left to end by itself: it removes shared memory that killed processes leave behind.
-
-    Args:
-        process: the server, which began the session.
-        connection: the socket to the server.
-        folder: the server's files.
     """
     for _ in range(50):
         members = session_members(process.pid)

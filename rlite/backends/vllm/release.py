@@ -48,11 +48,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 @cache
 def installed() -> tuple[str, Path]:
-    """Return the version of the installed vLLM and the folder of its sources.
-
-    Raises:
-        ConfigError: vLLM is missing or too old.
-    """
+    """Return the version of the installed vLLM and the folder of its sources."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"executor 'vllm' needs the package vllm, which is not installed. {REMEDY}")
@@ -78,11 +74,7 @@ def is_cpu_build() -> bool:
 
 @cache
 def engine_arguments() -> frozenset[str]:
-    """Return the names of vLLM's engine arguments, from its sources.
-
-    Raises:
-        ConfigError: vLLM is missing or too old, or its sources have another form.
-    """
+    """Return the names of vLLM's engine arguments, from its sources."""
     names = annotated_names(installed()[1] / "engine" / "arg_utils.py", ("EngineArgs", "AsyncEngineArgs"))
     if not {"model", "max_model_len", "worker_extension_cls"} <= names:
         raise ConfigError(f"vLLM {installed()[0]} declares its engine arguments in a form that rlite does not know")
@@ -127,11 +119,7 @@ class VllmOptions(PassingOptions):
 
     @classmethod
     def arguments(cls) -> frozenset[str]:
-        """Return the engine arguments of the installed vLLM that rlite does not set.
-
-        Raises:
-            ConfigError: vLLM is missing or too old.
-        """
+        """Return the engine arguments of the installed vLLM that rlite does not set."""
         return engine_arguments() - OWN.keys()
 
     def __init__(self, **values: Any) -> None:
@@ -141,14 +129,7 @@ class VllmOptions(PassingOptions):
 
 
 def routing_obstacle(options: Mapping[str, Any]) -> str:
-    """Return why the installed vLLM cannot return the experts that it chose; "" if it can.
-
-    Args:
-        options: ignored.
-
-    Raises:
-        ConfigError: vLLM is missing or too old.
-    """
+    """Return why the installed vLLM cannot return the experts that it chose; "" if it can."""
     version, sources = installed()
     if is_cpu_build():
         return f"vLLM {version} chooses experts inside of its CPU kernel, which records nothing"
@@ -170,12 +151,7 @@ DRAIN_TURNS = 10
 
 
 def start_engine(arguments: dict[str, Any], take: Callable[[list[Any]], list[Any]]) -> Any:
-    """Return a running AsyncLLM.
-
-    Args:
-        arguments: fields of AsyncEngineArgs.
-        take: receives the outputs of each message, and returns the outputs for vLLM's own frontend.
-    """
+    """Return a running AsyncLLM."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -204,10 +180,7 @@ def sampling_arguments(request: SequenceRequest, stop_ids: Collection[int], max_
     vLLM's own temperature, top-p and top-k are set as well, but the sampler of `extension.py` draws the tokens. It
     reads `extra_args`, and so does the scheduler. No argument comes from the model's generation_config.
 
-    Args:
-        request: the request. Generation resumes after its `output_ids`.
-        stop_ids: tokens that end the request.
-        max_model_len: longest sequence in tokens.
+    `request`: the request. Generation resumes after its `output_ids`. `max_model_len`: longest sequence in tokens.
     """
     gconfig, ends = request.gconfig, sorted(stop_ids)
     return {
@@ -234,11 +207,8 @@ def sampling_arguments(request: SequenceRequest, stop_ids: Collection[int], max_
 def scored_prompt(ids: Sequence[int], entries: Sequence[Mapping[int, Any] | None], num_top: int) -> PromptLogprobs:
     """Return the log-probabilities of a prompt.
 
-    Args:
-        ids: the prompt.
-        entries: vLLM's `prompt_logprobs`: for each token but the first, objects with `logprob` and `rank` by token id,
-            for the token and the `num_top` most likely tokens.
-        num_top: number of most likely tokens at each place.
+    `entries`: vLLM's `prompt_logprobs`: for each token but the first, objects with `logprob` and `rank` by token id,
+    for the token and the `num_top` most likely tokens. `num_top`: number of most likely tokens at each place.
     """
     places = [entry for entry in entries[1:] if entry is not None]
     top = [sorted(entry, key=lambda token: entry[token].rank)[:num_top] for entry in places]
@@ -259,10 +229,7 @@ def sampling_params(arguments: dict[str, Any]) -> Any:
 def lora_request(name: str, number: int, folder: str) -> Any:
     """Return vLLM's LoRARequest of one version of an adapter.
 
-    Args:
-        name: a name of its own, by which vLLM keeps its keys and values apart.
-        number: a number of its own, from 1 on.
-        folder: folder with PEFT's files.
+    `number`: a number of its own, from 1 on.
     """
     from vllm.lora.request import LoRARequest
 
@@ -304,11 +271,7 @@ async def pause(engine: Any) -> None:
 
 
 async def forget_cache(engine: Any) -> None:
-    """Drop all keys and values. Running requests recompute theirs.
-
-    Raises:
-        RuntimeError: vLLM kept its prefix cache.
-    """
+    """Drop all keys and values. Running requests recompute theirs."""
     if not await engine.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM did not reset its prefix cache, so keys and values of old weights would be used")
 
@@ -349,10 +312,7 @@ class Held:
     def add(self, message: Any, logprobs: Any, rows: Mapping[str, int]) -> None:
         """Take the outputs of one step.
 
-        Args:
-            message: vLLM's EngineCoreOutputs.
-            logprobs: vLLM's LogprobsLists of the batch, or None.
-            rows: row of each request in the batch.
+        `logprobs`: vLLM's LogprobsLists of the batch, or None.
         """
         self.message = message
         self.num_steps += 1
@@ -438,8 +398,8 @@ def _has_content(message: Any) -> bool:
 def take_table(outputs: Sequence[Any]) -> Table:
     """Remove the table of log-probabilities from the outputs of one message.
 
-    Returns:
-        The table of all tokens, in the order of the outputs. A token whose request does not ask for kept ids has none.
+    Returns the table of all tokens, in the order of the outputs. A token whose request does not ask for kept ids has
+    none.
     """
     first = next((output for output in outputs if output.new_token_ids), None)
     if first is None:

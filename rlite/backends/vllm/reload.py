@@ -68,15 +68,7 @@ class DirectCopies(TorchFunctionMode):
 
 @contextmanager
 def processed_again(model: nn.Module, written: Set[str]) -> Iterator[None]:
-    """Process layers at the end of the block that were written directly, and pack experts on CPU if vLLM did not.
-
-    Args:
-        model: vLLM's model.
-        written: names of the parameters that were written directly, known at the end of the block.
-
-    Yields:
-        None.
-    """
+    """Process layers at the end of the block that were written directly, and pack experts on CPU if vLLM did not."""
     kernels = {layer: getattr(getattr(layer, "quant_method", None), "moe_kernel", None) for layer in model.modules()}
     on_cpu = ((layer, kernel) for layer, kernel in kernels.items() if kernel is not None and layer.w13_weight.is_cpu)
     layers = {kernel.fused_experts: layer for layer, kernel in on_cpu}

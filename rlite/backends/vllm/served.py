@@ -23,12 +23,8 @@ from rlite.runtime.parallel.shards import ParameterShard
 def served_blocks(model: Any, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, list[tuple[ParameterShard, bool]]]:
     """Return the blocks of the parameters of one vLLM worker by the names of the tensors that were loaded.
 
-    Args:
-        model: vLLM's model.
-        wanted: shapes of the loaded tensors by name. A head that is not among them is tied to the embedding.
-
-    Returns:
-        Blocks, and whether a kernel computed the values.
+    `wanted`: shapes of the loaded tensors by name. A head that is not among them is tied to the embedding. Returns
+    blocks, and whether a kernel computed the values.
     """
     found: dict[str, list[tuple[ParameterShard, bool]]] = {}
     packed, modules = getattr(model, "packed_modules_mapping", {}), dict(model.named_modules())

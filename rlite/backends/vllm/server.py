@@ -109,14 +109,7 @@ class Server:
     ) -> tuple[int, int]:
         """Start the engine.
 
-        Args:
-            arguments: arguments of vLLM's AsyncEngineArgs.
-            tokenizer_path: folder of the checkpoint, with the tokenizer.
-            end_ids: the model's own end tokens.
-            version: policy version of the weights.
-
-        Returns:
-            Bytes of the KV cache, and the longest sequence in tokens.
+        Returns bytes of the KV cache, and the longest sequence in tokens.
         """
         self._version = version
         self._routing = routing_table(tokenizer_path) if arguments.get(release.ROUTING) else None
@@ -202,8 +195,7 @@ class Server:
     def _take(self, outputs: list[Any]) -> list[Any]:
         """Send the tokens of some steps.
 
-        Returns:
-            The outputs that vLLM's own frontend has to see.
+        Returns the outputs that vLLM's own frontend has to see.
         """
         left, row = [], 0
         try:
@@ -270,13 +262,7 @@ class Server:
     ) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
 
-        Args:
-            prompts: token ids.
-            num_top: number of most likely tokens at each place.
-            adapter: name of an adapter.
-
-        Returns:
-            One entry per prompt.
+        `num_top`: number of most likely tokens at each place.
         """
         own = self._adapters.get(adapter)
         return await asyncio.gather(*(self._prompt_logprobs(ids, num_top, own) for ids in prompts))
@@ -298,18 +284,7 @@ class Server:
     async def stage_adapter(
         self, name: str | None, version: int, number: int, folder: str, probe: list[int] | None
     ) -> bool | None:
-        """Load a version of an adapter; see `AdapterWorker.stage_adapter`.
-
-        Args:
-            name: name of the adapter.
-            version: its version.
-            number: number that no other version has.
-            folder: folder with PEFT's files, which vLLM reads and this process removes later.
-            probe: tokens of a prompt; None: vLLM computes nothing at present.
-
-        Returns:
-            Whether it changes a log-probability of the probe; None without one.
-        """
+        """Load a version of an adapter; see `AdapterWorker.stage_adapter`."""
         staged = LoadedAdapter(version, release.lora_request(f"{name}.{number}", number, folder))
         await self._engine.add_lora(staged.request)
         if name in self._staged:
@@ -367,9 +342,7 @@ class Server:
     async def load(self, source: Any, version: int | None) -> None:
         """Load weights into every worker, and forget what was computed with the old weights.
 
-        Args:
-            source: shared tensors by Hugging Face name, or the path of a checkpoint.
-            version: policy version of the weights; None leaves the version.
+        `version`: policy version of the weights; None leaves the version.
         """
         await self._engine.collective_rpc("rlite_load", args=(pickle.dumps(source),))
         await release.forget_cache(self._engine)
@@ -383,8 +356,7 @@ class Server:
     async def sleep(self, level: int) -> None:
         """Free memory. Running requests recompute their keys and values later.
 
-        Args:
-            level: 1 frees the KV cache, and keeps the weights in host memory, where they are on CPU; 2 frees both.
+        `level`: 1 frees the KV cache, and keeps the weights in host memory, where they are on CPU; 2 frees both.
         """
         if is_cpu_build():
             await release.forget_cache(self._engine)

@@ -91,16 +91,7 @@ class VllmWorker:
     def advance(self, new: list[SequenceRequest], aborted: list[int], max_steps: int) -> list[TokenChunk]:
         """Start `new`, end `aborted`, and return the tokens that have been generated.
 
-        Args:
-            new: requests, each of which continues after its `output_ids`.
-            aborted: numbers of requests that end with their tokens so far.
-            max_steps: 0 does not wait for tokens.
-
-        Returns:
-            One chunk for each request that made progress or ended.
-
-        Raises:
-            WorkerDied: vLLM is gone.
+        `max_steps`: 0 does not wait for tokens. Returns one chunk for each request that made progress or ended.
         """
         if self._process is None:
             return []
@@ -113,8 +104,7 @@ class VllmWorker:
     def pause(self) -> list[TokenChunk]:
         """Rest at a token boundary.
 
-        Returns:
-            The tokens before it that no call has returned.
+        Returns the tokens before it that no call has returned.
         """
         self._call(Server.pause)
         self._is_resting = True
@@ -129,29 +119,12 @@ class VllmWorker:
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens.
 
-        Args:
-            prompts: token ids.
-            num_top: number of most likely tokens at each place.
-
-        Returns:
-            One entry per prompt.
-
-        Raises:
-            DataError: a prompt is longer than vLLM's own limit, which it may derive.
+        `num_top`: number of most likely tokens at each place.
         """
         return self._score(prompts, num_top, None)
 
     def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens with an adapter; see `prompt_logprobs`.
-
-        Args:
-            prompts: token ids.
-            num_top: number of most likely tokens at each place.
-            adapter: name of the adapter.
-
-        Returns:
-            One entry per prompt.
-        """
+        """Return the log-probabilities of each prompt's tokens with an adapter; see `prompt_logprobs`."""
         return self._score(prompts, num_top, adapter)
 
     def _score(self, prompts: list[list[int]], num_top: int, adapter: str | None) -> list[PromptLogprobs]:
@@ -172,20 +145,7 @@ class VllmWorker:
     # -- adapters ------------------------------------------------------------------------------------------------
 
     def stage_adapter(self, name: str | None, given: AdapterWeights, version: int) -> bool | None:
-        """Let vLLM load a version of an adapter from files of its own; see `AdapterWorker.stage_adapter`.
-
-        Args:
-            name: name of the adapter.
-            given: its values.
-            version: its version.
-
-        Returns:
-            Whether it changes a log-probability; None on other ranks than the first, and while vLLM rests.
-
-        Raises:
-            ConfigError: the adapter belongs to another base model, or vLLM does not take it.
-            WorkerDied: vLLM is gone.
-        """
+        """Let vLLM load a version of an adapter from files of its own; see `AdapterWorker.stage_adapter`."""
         if self._process is None:
             return None
         layers = stored_layers(meta_model(self._config)).items()
@@ -226,9 +186,6 @@ class VllmWorker:
         """Begin a sync with unwritten memory; see `StagingWorker.stage`.
 
         Only a vLLM of one process reads from a GPU: a handle of GPU memory opens once.
-
-        Raises:
-            WeightSyncError: vLLM serves a quantised checkpoint.
         """
         if self._is_first:
             self._staged.begin(is_near and self._size == 1)
@@ -260,12 +217,7 @@ class VllmWorker:
         return Served(digests, version, limit)
 
     def _load(self, source: Any, version: int | None) -> None:
-        """Let vLLM load weights.
-
-        Raises:
-            WorkerDied: vLLM is gone.
-            WeightSyncError: vLLM could not load them.
-        """
+        """Let vLLM load weights."""
         try:
             self._call(Server.load, source, version)
         except WorkerDied:
@@ -347,11 +299,7 @@ class VllmWorker:
         return arguments | options.passed_on
 
     def _cpu_cache_bytes(self) -> int:
-        """Return the bytes of KV cache of one vLLM worker: for all sequences, or as many as fit.
-
-        Raises:
-            ConfigError: not even one sequence fits.
-        """
+        """Return the bytes of KV cache of one vLLM worker: for all sequences, or as many as fit."""
         layers, _, key_heads, head_dim = attention_shape(self._config)
         limit = self._config.get_text_config().max_position_embeddings
         length = self._options.max_model_len or limit
@@ -434,16 +382,7 @@ class FetchingReplica(PumpedReplica):
 
 
 def check_served(path: str, tensor_parallel_size: int) -> None:
-    """Refuse a checkpoint that the installed vLLM cannot serve.
-
-    Args:
-        path: folder of the checkpoint.
-        tensor_parallel_size: number of workers in a replica.
-
-    Raises:
-        ConfigError: vLLM does not know the model, or its CPU backend does not support the size of a head.
-        CheckpointError: the config of the checkpoint is unusable.
-    """
+    """Refuse a checkpoint that the installed vLLM cannot serve."""
     version, _ = release.installed()
     config = load_config(path)
     classes = config.architectures or []
