@@ -59,16 +59,7 @@ ABANDONED: WeakSet[asyncio.Task[Any]] = WeakSet()
 async def by_deadline(work: Awaitable[T], seconds: float | None, what: str) -> T:
     """Return the result of user code, which runs in a task of its own, or stop waiting for it at its deadline.
 
-    Args:
-        work: the user code.
-        seconds: until the deadline; None sets none.
-        what: name of the user code in messages.
-
-    Raises:
-        Abandoned: the code did not end in time, and ignores its cancellation.
-        Overdue: the code did not end in time. What it returns later is discarded.
-        UserExit: the code raised SystemExit, KeyboardInterrupt or another exception that is no Exception.
-        CancelledError: this call was cancelled, or the code cancelled itself.
+    `seconds`: until the deadline; None sets none.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     waiter = loop.create_future()  # lighter than asyncio.wait
@@ -106,14 +97,7 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def converted(work: Awaitable[T], seconds: float | None, what: str, errors: ErrorKinds) -> T:
     """Return the result of user code by its deadline, and convert its exceptions.
 
-    Args:
-        work: the user code.
-        seconds: until the deadline; None sets none.
-        what: name of the user code in messages.
-        errors: the error class of each outcome.
-
-    Raises:
-        SandboxError: the code raised an exception, or did not end in time.
+    `seconds`: until the deadline; None sets none.
     """
     try:
         return await by_deadline(work, seconds, what)
@@ -132,8 +116,7 @@ def _release(waiter: asyncio.Future[None], _: object = None) -> None:
 async def _end(task: asyncio.Future[Any], what: str) -> str:
     """Cancel a task, and abandon it if it goes on.
 
-    Returns:
-        A text that says where the code runs; "" if it has ended.
+    Returns a text that says where the code runs; "" if it has ended.
     """
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio reports it as lost
     task.cancel()
@@ -147,8 +130,7 @@ async def _end(task: asyncio.Future[Any], what: str) -> str:
 def _abandon(task: asyncio.Task[Any], what: str) -> str:
     """Abandon a task. The log says so when 1, 2, 4, 8, ... abandoned tasks run.
 
-    Returns:
-        A text that says where the code runs, in one line.
+    Returns a text that says where the code runs, in one line.
     """
     ABANDONED.add(task)
     task.add_done_callback(ABANDONED.discard)
@@ -230,25 +212,14 @@ class LoopThread:
         self._thread.join(timeout=2 * self.close_timeout)
 
     def result(self, future: Future[Any]) -> Any:
-        """Return the result of a future of `submit`, and look after the loop meanwhile.
-
-        Args:
-            future: the future.
-
-        Raises:
-            CallTimeout: see `look`.
-        """
+        """Return the result of a future of `submit`, and look after the loop meanwhile."""
         while not future.done():
             self.look()
             wait([future], timeout=self.look_interval)
         return future.result()
 
     def look(self) -> None:
-        """Ask the loop for an answer. If it has not answered for a look interval, log the code that blocks it.
-
-        Raises:
-            CallTimeout: The code has blocked the loop for longer than the limit. A thread cannot be killed.
-        """
+        """Ask the loop for an answer. If it has not answered for a look interval, log the code that blocks it."""
         if (asked_at := self._asked_at) is None:  # read once: the loop may answer meanwhile
             self._asked_at = time.monotonic()
             self.call(self._answer)
@@ -332,16 +303,8 @@ class SharedLoop(LoopThread):
     ) -> bool:
         """Wait until a condition holds.
 
-        Args:
-            is_settled: evaluated by the loop in `wake`.
-            deadline: by `time.monotonic()`; None sets no limit.
-            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread.
-
-        Returns:
-            False if the deadline has passed before.
-
-        Raises:
-            CallTimeout: see `look`.
+        `deadline`: by `time.monotonic()`; None sets no limit. `is_due`: becomes true by the clock alone, and ends the
+        wait too. Evaluated in the caller's thread. Returns False if the deadline has passed before.
         """
 
         def is_over() -> bool:
@@ -373,11 +336,7 @@ class SharedLoop(LoopThread):
         self.changed.notify_all()
 
     def raise_if_stopped(self) -> None:
-        """Raise the error that stopped the callers, once, or an error if the loop has ended.
-
-        Raises:
-            RuntimeError: The loop was closed, or it died.
-        """
+        """Raise the error that stopped the callers, once, or an error if the loop has ended."""
         with self.changed:
             if self._death is not None:
                 raise self._error(f"{self._what}'s event loop died: {self._death!r}") from self._death
@@ -413,13 +372,7 @@ NUM_THREADS = 4
 
 
 async def beside_loop(num_characters: int, function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)`, called at once for a short text, else in a thread of a bounded pool.
-
-    Args:
-        num_characters: length of the text.
-        function: synchronous and thread-safe.
-        *arguments: its arguments.
-    """
+    """Return `function(*arguments)`, called at once for a short text, else in a thread of a bounded pool."""
     if num_characters <= SHORT_TEXT:
         return function(*arguments)
     return await asyncio.get_running_loop().run_in_executor(_pool(os.getpid()), partial(function, *arguments))
@@ -437,11 +390,7 @@ async def result_of(future: Future[T]) -> T:
     This does what `asyncio.wrap_future` does. But futures that end at about the same time wake the event loop once
     instead of once each, which costs a system call and a change of threads.
 
-    Args:
-        future: the future. Its exception is raised here.
-
-    Raises:
-        CancelledError: the task or the future was cancelled.
+    `future`: the future. Its exception is raised here.
     """
     loop = asyncio.get_running_loop()
     waiting: asyncio.Future[T] = loop.create_future()

@@ -113,21 +113,7 @@ _held: WeakValueDictionary[tuple[int, int], FolderLock] = WeakValueDictionary()
 
 
 def lock_folder(folder: Path, name: str, in_use: str, is_kept: bool = False) -> FolderLock:
-    """Keep other processes, and other users in this process, out of a folder.
-
-    Args:
-        folder: is made if it does not exist.
-        name: name of the lock's file in it.
-        in_use: message of the error.
-        is_kept: keep the file after `close`.
-
-    Returns:
-        The lock.
-
-    Raises:
-        FolderInUse: the folder is locked.
-        OSError: the folder cannot be written.
-    """
+    """Keep other processes, and other users in this process, out of a folder."""
     folder = folder.absolute()
     while True:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -138,11 +124,7 @@ def lock_folder(folder: Path, name: str, in_use: str, is_kept: bool = False) -> 
 
 
 def _lock(path: Path, in_use: str) -> TextIO | None:
-    """Return the locked file, or None if its last holder removed it meanwhile.
-
-    Raises:
-        FolderInUse: the file is locked.
-    """
+    """Return the locked file, or None if its last holder removed it meanwhile."""
     path.touch()
     held = _held.get(_identity(path.stat()))
     if held is not None and not held._file.closed:  # before the file is opened: its close ends all locks of the process

@@ -42,13 +42,7 @@ PEER_GRACE_S = 4.0
 
 
 def worker_name(group: str, rank: int, device: Device) -> str:
-    """Return a worker's name in messages: "train-0 rank 1 on 10.0.0.1/cuda:1".
-
-    Args:
-        group: name of the group.
-        rank: the worker's rank.
-        device: the worker's device.
-    """
+    """Return a worker's name in messages: "train-0 rank 1 on 10.0.0.1/cuda:1"."""
     return f"{group} rank {rank} on {device}"
 
 
@@ -65,12 +59,7 @@ class WorkerHandle(Protocol):
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
         """Call a method of the process's host. The process runs its calls one at a time, in order of submission.
 
-        Args:
-            method: such as `WorkerHost.call`.
-            *args: its arguments.
-
-        Returns:
-            The outcome; or the future raises WorkerDied when the process is gone.
+        Returns the outcome; or the future raises WorkerDied when the process is gone.
         """
 
     def look(self) -> Future[CallPosition]:
@@ -79,15 +68,7 @@ class WorkerHandle(Protocol):
     def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
         """Call a worker's method in order, and keep its result outside of the worker's process.
 
-        Args:
-            key: group name and rank.
-            method: name of the method.
-
-        Returns:
-            The outcome, without its value; and a reference to the value, which may be an argument of later calls.
-
-        Raises:
-            ConfigError: no other process can hold results of this process.
+        Returns the outcome, without its value; and a reference to the value, which may be an argument of later calls.
         """
         raise ConfigError("a snapshot outside of the workers needs launcher='ray'")
 
@@ -158,10 +139,7 @@ class WorkerGroup:
     def with_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> WorkerGroup:
         """Return a copy of the group with other processes in one replica's ranks, or with one replica more.
 
-        Args:
-            first: first rank of the replica; the number of ranks appends a replica.
-            devices: one per worker.
-            handles: one per worker.
+        `first`: first rank of the replica; the number of ranks appends a replica.
         """
         ranks = slice(first, first + len(handles))
         all_devices, all_handles = list(self.devices), list(self.handles)
@@ -169,16 +147,7 @@ class WorkerGroup:
         return WorkerGroup(self.name, all_devices, all_handles, self.call_timeout, replica_size=self.replica_size)
 
     def take_replica(self, first: int, devices: Sequence[Device], handles: Sequence[WorkerHandle]) -> None:
-        """Serve a replica whose workers are ready, in the place of a lost replica or beside the others.
-
-        Args:
-            first: as for `with_replica`.
-            devices: as for `with_replica`.
-            handles: as for `with_replica`.
-
-        Raises:
-            WorkerError: the group was released.
-        """
+        """Serve a replica whose workers are ready, in the place of a lost replica or beside the others."""
         with self._losing:
             if self._stopped and self.failure is None:
                 self.check()
@@ -188,12 +157,7 @@ class WorkerGroup:
             self.failure, self._stopped = None, False
 
     def offer(self, replica: int, devices: Sequence[Device]) -> None:
-        """Give devices to a replica that does not exist yet, or that has left. `take_replica` makes it serve.
-
-        Args:
-            replica: number of the replica.
-            devices: one per worker.
-        """
+        """Give devices to a replica that does not exist yet, or that has left. `take_replica` makes it serve."""
         first = replica * self.replica_size
         handles = [AbsentHandle(worker_name(self.name, first + i, device)) for i, device in enumerate(devices)]
         with self._losing:
@@ -213,10 +177,8 @@ class WorkerGroup:
     def create(self, factory: WorkerFactory, contexts: Sequence[WorkerContext], timeout: float) -> None:
         """Make workers, all or none.
 
-        Args:
-            factory: called with the worker's context in its process; pickled by value if necessary.
-            contexts: places of the workers to make. Others may serve already.
-            timeout: seconds for all workers.
+        `factory`: called with the worker's context in its process; pickled by value if necessary. `contexts`: places of
+        the workers to make. Others may serve already. `timeout`: seconds for all workers.
         """
         blob = cloudpickle.dumps(factory)
         try:
@@ -233,14 +195,7 @@ class WorkerGroup:
     def submit(self, rank: int, what: str, method: Callable[..., Outcome], *args: Any) -> PendingCall:
         """Start one call on one worker's process.
 
-        Args:
-            rank: the worker.
-            what: name of the call in messages and in the trace.
-            method: method of `WorkerHost`.
-            *args: its arguments.
-
-        Returns:
-            The call under way.
+        Returns the call under way.
         """
         answer = self.handles[rank].submit(method, *args)
         if trace.is_on():
@@ -258,16 +213,9 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call `method` on several workers, each with its own arguments, and wait for all results.
 
-        Args:
-            method: name of the workers' method.
-            calls: (args, kwargs) for each rank.
-            ranks: the workers; default: all.
-            timeout: seconds; default: the session's `call_timeout`.
-            what: name of the call in messages; default: the method.
-            reporters: the ranks whose statistics count; default: those of the group.
-
-        Returns:
-            One result per rank.
+        `ranks`: the workers; default: all. `timeout`: seconds; default: the session's `call_timeout`. `what`: name of
+        the call in messages; default: the method. `reporters`: the ranks whose statistics count; default: those of the
+        group. Returns one result per rank.
         """
         ranks = range(len(self)) if ranks is None else ranks
         what = what or method
@@ -283,11 +231,7 @@ class WorkerGroup:
     def keep(self, method: str) -> list[Any]:
         """Call `method` on all workers, and keep the results outside of their processes.
 
-        Args:
-            method: name of the workers' method.
-
-        Returns:
-            References to the results, in rank order. They may be arguments of later calls.
+        Returns references to the results, in rank order. They may be arguments of later calls.
         """
         self.check(range(len(self)))
         with self.order:
@@ -309,12 +253,7 @@ class WorkerGroup:
             self._stop(self.replica_of(replica * self.replica_size))
 
     def check(self, ranks: Iterable[int] = ()) -> None:
-        """Check that the group, and each of `ranks`, can serve calls.
-
-        Raises:
-            RliteError: this is a forked child.
-            WorkerError: the group was released; or the error with which the group or the rank's replica was lost.
-        """
+        """Check that the group, and each of `ranks`, can serve calls."""
         if os.getpid() != self._pid:
             raise RliteError(f"{self.name} {FORKED}")
         lost = [self.losses[rank // self.replica_size] for rank in ranks if rank // self.replica_size in self.losses]
@@ -365,19 +304,7 @@ class PendingCall:
 def collect(calls: Sequence[PendingCall], what: str, timeout: float, reporters: Collection[int] = ()) -> list[Any]:
     """Wait for calls on workers of one or more groups. The module's drawing shows the outcomes.
 
-    Args:
-        calls: the calls.
-        what: name of the calls in messages.
-        timeout: seconds.
-        reporters: the ranks whose statistics count.
-
-    Returns:
-        The results, in the order of `calls`.
-
-    Raises:
-        CallTimeout: time is up; the error names the late workers.
-        WorkerDied: a process is gone.
-        error: the first exception that a worker raised, with its own type.
+    `timeout`: seconds.
     """
     _Waiter(calls, what).wait(timeout)
     outcomes = [call.answer.result() for call in calls]
@@ -403,11 +330,7 @@ class _Waiter:
         """time.monotonic() at which to inspect workers whose peers have returned"""
 
     def wait(self, timeout: float) -> None:
-        """Return when all calls have ended well; otherwise raise as `collect`.
-
-        Raises:
-            CallTimeout: time is up.
-        """
+        """Return when all calls have ended well; otherwise raise as `collect`."""
         deadline = time.monotonic() + timeout
         while True:
             pending = [call for call in self._calls if not call.answer.done()]
@@ -431,11 +354,7 @@ class _Waiter:
         return None if self._has_one_team else (call.group, call.rank // call.group.replica_size)
 
     def _raise_deaths(self, pending: Sequence[PendingCall]) -> None:
-        """Raise WorkerDied if a process is gone, after stopping its replica and the replicas of peers that wait for it.
-
-        Raises:
-            error: WorkerDied with the names of all dead workers.
-        """
+        """Raise WorkerDied if a process is gone, after stopping its replica and replicas of peers that wait for it."""
         dead = [worker for worker, death in self._deaths.items() if death.done()]
         answered = [call for call in self._calls if call.answer.done()]
         dead += [(call.group, call.rank) for call in answered if isinstance(call.answer.exception(), WorkerDied)]
@@ -542,15 +461,7 @@ def apply_on_processes(
 
     Two groups work together this way (weight sync): a process that hosts workers of both gets one call.
 
-    Args:
-        calls: one for each process.
-        function: pickled by value if necessary.
-        groups: all groups that take part.
-        what: name of the calls in messages.
-        timeout: seconds.
-
-    Returns:
-        One result per call.
+    `timeout`: seconds. Returns one result per call.
     """
     blob = cloudpickle.dumps(function)
     with contextlib.ExitStack() as orders:

@@ -64,11 +64,7 @@ class Guard:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """Mark processes that start inside the block, and their children at any time.
-
-        Yields:
-            None.
-        """
+        """Mark processes that start inside the block, and their children at any time."""
         os.environ[MARK] = self._mark
         try:
             with _max_locks(_number_of(self._mark)):
@@ -95,9 +91,7 @@ _owning = ExitStack()
 def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Return living processes with this mark, except the caller.
 
-    Args:
-        mark: mark of the processes.
-        variable: environment variable that holds the mark. Only a guard's own variable has a limit beside it.
+    `variable`: environment variable that holds the mark. Only a guard's own variable has a limit beside it.
     """
     found = []
     for process in psutil.process_iter():

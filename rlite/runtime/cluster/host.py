@@ -65,11 +65,7 @@ class Outcome:
     """duration of the call"""
 
     def result(self, worker: str) -> Any:
-        """Return the value, or raise the remote exception with its own type and the remote traceback as its cause.
-
-        Raises:
-            error: the remote exception.
-        """
+        """Return the value, or raise the remote exception with its own type and the remote traceback as its cause."""
         if self.error is None:
             return self.value
         self.error.__cause__ = RemoteTraceback(f"\n\nraised in worker {worker}:\n{self.trace}")
@@ -103,40 +99,18 @@ class WorkerHost:
     def create(self, key: WorkerKey, factory: bytes, context: WorkerContext) -> Outcome:
         """Make the worker `key`.
 
-        Args:
-            key: group name and rank.
-            factory: pickled function of the context.
-            context: the worker's place.
-
-        Returns:
-            An outcome without a value.
+        Returns an outcome without a value.
         """
         return self._outcome(lambda: self._workers.update({key: cloudpickle.loads(factory)(context)}))
 
     def call(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
-        """Call a method of a worker.
-
-        Args:
-            key: group name and rank.
-            method: name of the method.
-            args: positional arguments.
-            kwargs: keyword arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Call a method of a worker."""
         return self._outcome(lambda: getattr(self._workers[key], method)(*args, **kwargs))
 
     def apply(self, keys: tuple[WorkerKey | None, ...], function: bytes, args: tuple) -> Outcome:
         """Call a pickled function with this process's workers, then `args`.
 
-        Args:
-            keys: the workers; None stays None.
-            function: the pickled function.
-            args: its further arguments.
-
-        Returns:
-            The outcome.
+        `keys`: the workers; None stays None.
         """
         workers = (None if key is None else self._workers[key] for key in keys)
         return self._outcome(lambda: cloudpickle.loads(function)(*workers, *args))
@@ -144,8 +118,7 @@ class WorkerHost:
     def drop(self, key: WorkerKey) -> Outcome:
         """Forget the worker `key` and free its memory.
 
-        Returns:
-            An outcome without a value.
+        Returns an outcome without a value.
         """
 
         def forget() -> None:
@@ -172,17 +145,7 @@ class WorkerHost:
         return worker
 
     def aside(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
-        """Call a worker's method from a thread beside the thread that serves calls. The method locks what it shares.
-
-        Args:
-            key: group name and rank.
-            method: name of the method.
-            args: positional arguments.
-            kwargs: keyword arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Call a worker's method from a thread beside the thread that serves calls. The method locks what it shares."""
         return _answer(lambda: getattr(self._workers[key], method)(*args, **kwargs))
 
     def _outcome(self, act: Callable[[], Any]) -> Outcome:

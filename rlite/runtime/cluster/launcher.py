@@ -37,25 +37,14 @@ class Launcher(Protocol):
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
         """Start a group of workers.
 
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: number of neighbouring workers that no collective joins with others; 0: all. A launcher that
-                survives deaths makes such workers a replica of the group.
+        `replica_size`: number of neighbouring workers that no collective joins with others; 0: all. A launcher that
+        survives deaths makes such workers a replica of the group.
         """
 
     def start_replica(self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: WorkerFactory) -> None:
         """Start the workers of one replica, in the place of a lost replica or beside the others.
 
-        Args:
-            group: a group of this launcher.
-            first: first rank of the replica; the number of ranks appends a replica.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-
-        Raises:
-            ConfigError: this launcher starts no process while others run.
+        `first`: first rank of the replica; the number of ranks appends a replica.
         """
         raise ConfigError(f"{group.name}: launcher={self.kind!r} has fixed processes; replicas come and go under Ray")
 

@@ -128,23 +128,14 @@ class Ledger:
         return tuple(device for device in self.devices if device not in held)
 
     def release(self, owner: str) -> Ledger:
-        """Return a ledger in which the owner holds nothing.
-
-        Raises:
-            PlacementError: there is no such owner.
-        """
+        """Return a ledger in which the owner holds nothing."""
         self._check_known("release", (owner,))
         return replace(self, placements={name: p for name, p in self.placements.items() if name != owner})
 
     def place(self, request: PlacementRequest) -> tuple[Ledger, Executors]:
         """Grant a request. The same ledger and request give the same devices on every machine.
 
-        Returns:
-            The ledger with the new owner, and for each executor its devices in the order of its ranks.
-
-        Raises:
-            PlacementError: the request names something unknown, or too few devices fit it. The message says what was
-                asked, what is free, what is in the way, and the remedy.
+        Returns the ledger with the new owner, and for each executor its devices in the order of its ranks.
         """
         self._check(request)
         granted = Placement(request, self._choose(request, self._candidates(request)))
@@ -153,15 +144,7 @@ class Ledger:
     def grow(self, owner: str, num_executors: int) -> tuple[Ledger, Executors]:
         """Grant an owner more executors, on the conditions of its request.
 
-        Args:
-            owner: name of the engine.
-            num_executors: number of further executors.
-
-        Returns:
-            The ledger with them, and the devices of each further executor.
-
-        Raises:
-            PlacementError: too few devices fit.
+        Returns the ledger with them, and the devices of each further executor.
         """
         others, placement = self.release(owner), self.placements[owner]
         request = replace(placement.request, num_executors=num_executors)
@@ -176,11 +159,7 @@ class Ledger:
         return self._with_executors(owner, left)
 
     def moved(self, places: Mapping[Device, Device]) -> Ledger:
-        """Return the ledger after devices were replaced by others, such as those of a dead node.
-
-        Args:
-            places: the new device by the old one.
-        """
+        """Return the ledger after devices were replaced by others, such as those of a dead node."""
 
         def at(devices: Iterable[Device]) -> tuple[Device, ...]:
             return tuple(places.get(device, device) for device in devices)
@@ -195,11 +174,7 @@ class Ledger:
         return replace(self, placements={**self.placements, owner: changed})
 
     def _choose(self, request: PlacementRequest, candidates: list[Device]) -> Executors:
-        """Return the devices of each executor, out of the candidates.
-
-        Raises:
-            PlacementError: too few devices fit.
-        """
+        """Return the devices of each executor, out of the candidates."""
         node_sizes = Counter(device.node for device in self.devices)
         if request.colocate_with:
             executors = _in_order(candidates, request.executor_size, node_sizes)[: request.num_executors]
@@ -290,14 +265,7 @@ def _best_fit(
 ) -> list[tuple[Device, ...]]:
     """Choose free devices on the tightest nodes, so that large gaps stay whole for other requests.
 
-    Args:
-        candidates: free devices.
-        size: devices of one executor.
-        node_sizes: devices of each node, free or not.
-        num_executors: None takes as many as fit.
-
-    Returns:
-        The devices of each executor.
+    `num_executors`: None takes as many as fit. Returns the devices of each executor.
     """
     position = {device: i for i, device in enumerate(candidates)}
     by_node = _by_node(candidates)
@@ -320,14 +288,7 @@ def _spanning(
 ) -> list[tuple[Device, ...]]:
     """Choose devices for executors larger than any node: whole nodes, largest first, then a part of one more.
 
-    Args:
-        by_node: free devices of each node.
-        size: devices of one executor.
-        node_sizes: devices of each node, free or not.
-        num_executors: None takes as many as fit.
-
-    Returns:
-        The devices of each executor.
+    `num_executors`: None takes as many as fit. Returns the devices of each executor.
     """
     free = dict(by_node)
     executors: list[tuple[Device, ...]] = []

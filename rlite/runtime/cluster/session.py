@@ -45,15 +45,7 @@ class InprocessHandle(WorkerHandle):
         self._lock = threading.RLock()
 
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
-        """Call a method of the host; see `WorkerHandle`.
-
-        Args:
-            method: such as `WorkerHost.call`.
-            *args: its arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Call a method of the host; see `WorkerHandle`."""
         with self._lock:
             return _done(method(self._host, *args))
 
@@ -85,14 +77,7 @@ class InprocessLauncher(Launcher):
         join_alone(options.device)
 
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
-        """Return the group of a worker, after making it in this process.
-
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: has no effect.
-        """
+        """Return the group of a worker, after making it in this process."""
         (device,) = devices
         timeout, num_threads = self._options.call_timeout, self._options.num_threads or 0
         group = WorkerGroup(name, devices, [self._handle], timeout)
@@ -132,8 +117,7 @@ class Session:
     def new_name(self, kind: str) -> str:
         """Make a name that no other owner in this session has.
 
-        Returns:
-            "train-0", "train-1", ...
+        Returns "train-0", "train-1", ...
         """
         with self._lock:
             return f"{kind}-{next(self._numbers[kind])}"
@@ -141,33 +125,19 @@ class Session:
     def place(self, request: PlacementRequest) -> tuple[tuple[Device, ...], ...]:
         """Take devices. If the request is refused, nothing is taken.
 
-        Returns:
-            The devices of each executor.
+        Returns the devices of each executor.
         """
         with self._lock:
             self._ledger, executors = self._ledger.place(request)
         return executors
 
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
-        """Return an owner's workers, after starting them; see `Launcher.start`.
-
-        Args:
-            name: name of the owner.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: workers of a replica; 0: all.
-        """
+        """Return an owner's workers, after starting them; see `Launcher.start`."""
         self._groups[name] = group = self.launcher.start(name, devices, factory, replica_size)
         return group
 
     def restart(self, owner: str, replica: int, factory: WorkerFactory) -> None:
-        """Start the workers of a lost replica again, on their devices, or on others if their node has died.
-
-        Args:
-            owner: name of the engine.
-            replica: number of the replica in the owner's group.
-            factory: makes a worker from its context, in its process.
-        """
+        """Start the workers of a lost replica again, on their devices, or on others if their node has died."""
         group = self._groups[owner]
         ranks = group.replica_of(replica * group.replica_size)
         before = [group.devices[rank] for rank in ranks]
@@ -180,28 +150,14 @@ class Session:
                     each.devices = tuple(moved.get(device, device) for device in each.devices)
 
     def grow(self, owner: str, replicas: Sequence[int]) -> None:
-        """Take devices for further replicas of an owner. `restart` starts their workers.
-
-        Args:
-            owner: name of the engine.
-            replicas: numbers of the replicas in the owner's group.
-
-        Raises:
-            PlacementError: the devices are not available. Nothing is taken.
-        """
+        """Take devices for further replicas of an owner. `restart` starts their workers."""
         with self._lock:
             self._ledger, executors = self._ledger.grow(owner, len(replicas))
         for replica, devices in zip(replicas, executors, strict=True):
             self._groups[owner].offer(replica, devices)
 
     def shrink(self, owner: str, replica: int, why: WorkerError) -> None:
-        """Stop the workers of a replica and return its devices.
-
-        Args:
-            owner: name of the engine.
-            replica: number of the replica in the owner's group.
-            why: the error of later calls on the replica.
-        """
+        """Stop the workers of a replica and return its devices."""
         group = self._groups[owner]
         ranks = group.replica_of(replica * group.replica_size)
         group.mark_lost(ranks, why)
@@ -268,14 +224,8 @@ def open_session(
 ) -> Session:
     """Return the program's session, after starting it for `rlite.init`.
 
-    Args:
-        options: options for the launcher.
-        launcher: name of the launcher, or None.
-        engine_options: defaults of the executors' options, by the name of the executor.
-
-    Raises:
-        ConfigError: a session exists, the device is missing, or the launcher is not available.
-        RliteError: this is a forked child of a process with a session.
+    `launcher`: name of the launcher, or None. `engine_options`: defaults of the executors' options, by the name of the
+    executor.
     """
     global _session
     if _is_forked:

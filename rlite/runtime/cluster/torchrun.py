@@ -61,11 +61,7 @@ def _receive(rank: int, group: dist.ProcessGroup) -> bytes:
 
 @contextmanager
 def _travelling(what: str) -> Iterator[None]:
-    """Explain an exception of pickling or unpickling inside the block. The process itself is unaffected.
-
-    Raises:
-        WorkerError: any exception of the user's classes, which may fail in any way.
-    """
+    """Explain an exception of pickling or unpickling inside the block. The process itself is unaffected."""
     try:
         yield
     except Exception as error:
@@ -79,11 +75,7 @@ class RemoteHost:
         self._rank, self._control, self._looks = rank, control, looks
 
     def perform(self, call: Call) -> Outcome:
-        """Send a call; None ends the process.
-
-        Returns:
-            The outcome.
-        """
+        """Send a call; None ends the process."""
         name = "exit" if call is None else call[0].__name__
         try:
             with _travelling(f"an argument of {name}"):
@@ -107,11 +99,7 @@ class LocalHost(WorkerHost):
     """The host of this rank."""
 
     def perform(self, call: Call) -> Outcome:
-        """Perform a call; None does nothing.
-
-        Returns:
-            The outcome.
-        """
+        """Perform a call; None does nothing."""
         if call is None:
             return Outcome()
         method, args = call
@@ -132,15 +120,7 @@ class RankProcess(WorkerHandle):
         self._thread.start()
 
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
-        """Queue a call; see `WorkerHandle`.
-
-        Args:
-            method: such as `WorkerHost.call`.
-            *args: its arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Queue a call; see `WorkerHandle`."""
         answer: Future[Outcome] = Future()
         self._calls.put(((method, args), answer))
         return answer
@@ -167,8 +147,7 @@ class RankProcess(WorkerHandle):
     def has_ended(self, deadline: float) -> bool:
         """Wait until the calls are done and the thread has ended.
 
-        Returns:
-            False if the thread is stuck.
+        Returns False if the thread is stuck.
         """
         self._thread.join(max(deadline - time.monotonic(), 0))
         return not self._thread.is_alive()
@@ -232,14 +211,7 @@ class TorchrunLauncher(Launcher):
         make_program_a_world()
 
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
-        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them.
-
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: has no effect.
-        """
+        """Return a group of workers. They are one replica: when a process dies, torchrun ends all of them."""
         ranks = [self._rank_of[device] for device in devices]
         self._check_free(name, ranks)
         group = WorkerGroup(name, devices, [self._processes[rank] for rank in ranks], self._call_timeout, self._order)
@@ -252,11 +224,7 @@ class TorchrunLauncher(Launcher):
         return group
 
     def _check_free(self, name: str, ranks: Sequence[int]) -> None:
-        """Check that no process is still in a call of a stopped engine, because nothing can be built there.
-
-        Raises:
-            WorkerError: a process is busy.
-        """
+        """Check that no process is still in a call of a stopped engine, because nothing can be built there."""
         dropping = {rank: self._processes[rank].dropping for rank in ranks}
         wait([future for future in dropping.values() if future is not None], timeout=FREE_S)
         busy = [rank for rank, future in dropping.items() if future is not None and not future.done()]
@@ -316,11 +284,7 @@ def _serve_looks(host: WorkerHost, looks: dist.ProcessGroup) -> None:
 
 
 def _end_with_agent() -> None:
-    """Make this process end if torchrun's agent is killed.
-
-    Raises:
-        WorkerError: the agent is already gone.
-    """
+    """Make this process end if torchrun's agent is killed."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return  # the process that set RANK by hand may be gone at any time
     end_with_parent()

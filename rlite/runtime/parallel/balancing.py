@@ -53,18 +53,9 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, equal_size: bool = 
     Karmarkar and Karp, "The differencing method of set partitioning" (1982), in Korf's form for several parts: the two
     partial solutions whose parts differ most are joined, heavy parts with light ones, until one solution is left.
 
-    Args:
-        weights: one finite weight of at least 0 per row.
-        num_parts: number of parts.
-        equal_size: all parts get the same number of rows (off by at most one if `num_parts` does not divide them).
-
-    Returns:
-        `num_parts` lists of ascending row indices; every row is in exactly one. Parts are ordered by their first row.
-            Parts are empty only if there are fewer rows than parts; empty parts come last.
-
-    Raises:
-        ValueError: `num_parts` is below 1.
-        DataError: a weight is negative or not finite.
+    `weights`: one finite weight of at least 0 per row. Returns `num_parts` lists of ascending row indices; every row is
+    in exactly one. Parts are ordered by their first row. Parts are empty only if there are fewer rows than parts; empty
+    parts come last.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts={num_parts}: expected at least 1")

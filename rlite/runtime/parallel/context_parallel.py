@@ -33,14 +33,8 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int, grad: Literal["slice", "sum"]) -> Tensor:
     """Concatenate the ranks' tensors, which have equal shapes.
 
-    Args:
-        x: this rank's tensor.
-        group: the ranks.
-        dim: the dimension along which tensors are concatenated.
-        grad: "slice" takes this rank's part of the gradient; "sum" adds up the gradients of all ranks.
-
-    Returns:
-        The whole tensor, the same on every rank.
+    `grad`: "slice" takes this rank's part of the gradient; "sum" adds up the gradients of all ranks. Returns the whole
+    tensor, the same on every rank.
     """
     return _run(x, group, dim, _all_gather, _own_part if grad == "slice" else _reduce_scatter)
 
@@ -48,13 +42,7 @@ def gather(x: Tensor, group: dist.ProcessGroup, dim: int, grad: Literal["slice",
 def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Take this rank's part of `x`, which is the same on every rank. The gradient is gathered.
 
-    Args:
-        x: the whole tensor.
-        group: the ranks.
-        dim: the dimension that is cut into equal parts; the last part is padded with zeros.
-
-    Returns:
-        This rank's part.
+    `dim`: the dimension that is cut into equal parts; the last part is padded with zeros.
     """
     return _run(pad_to_multiple(x, group.size(), dim), group, dim, _own_part, _all_gather)
 
@@ -62,13 +50,8 @@ def split(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Add up the ranks' tensors and take this rank's part of the sum. The gradient is gathered.
 
-    Args:
-        x: this rank's summand.
-        group: the ranks.
-        dim: the dimension that is cut into equal parts; the last part is padded with zeros.
-
-    Returns:
-        This rank's part of the sum.
+    `dim`: the dimension that is cut into equal parts; the last part is padded with zeros. Returns this rank's part of
+    the sum.
     """
     return _run(pad_to_multiple(x, group.size(), dim), group, dim, _reduce_scatter, _all_gather)
 
@@ -86,13 +69,7 @@ def sum_backward(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def pad_to_multiple(x: Tensor, multiple: int, dim: int) -> Tensor:
     """Pad `x` with zeros at the end of a dimension.
 
-    Args:
-        x: any tensor.
-        multiple: the padded size is divisible by it.
-        dim: the dimension to pad.
-
-    Returns:
-        The padded tensor, or `x` itself if nothing is missing.
+    Returns the padded tensor, or `x` itself if nothing is missing.
     """
     missing = -x.shape[dim] % multiple
     return F.pad(x, [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]) if missing else x
@@ -222,11 +199,7 @@ class ContextShare:
         return torch.where(own < self.num_tokens, own, -1)
 
     def own_counts(self, own: Tensor) -> Tensor:
-        """Return how many tokens of the pack each of this rank's tokens stands for, int64; 0 is padding.
-
-        Args:
-            own: this rank's token ids.
-        """
+        """Return how many tokens of the pack each of this rank's tokens stands for, int64; 0 is padding."""
         if self.tree is not None:
             return self._own(self.tree.counts)
         return torch.ones_like(own) if self.group is None else (self.own_positions() >= 0).to(own)
@@ -254,14 +227,7 @@ class ContextShare:
 
 
 def _find_segments(bounds: list[int], paths: list[Tensor], chunks: list[int], size: int) -> list[Segment]:
-    """Return the segments of a rank's chunks.
-
-    Args:
-        bounds: where the computed tokens of each sequence begin and end.
-        paths: all tokens of each sequence, among the computed tokens.
-        chunks: numbers of the chunks.
-        size: tokens of a chunk.
-    """
+    """Return the segments of a rank's chunks."""
     segments = []
     for index, chunk in enumerate(chunks):
         begin, end = chunk * size, (chunk + 1) * size

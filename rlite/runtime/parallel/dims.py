@@ -27,18 +27,7 @@ class ParallelDims:
     def of(cls, world_size: int, copy_size: int, seq: int, tensor: int, expert: int = 1) -> ParallelDims:
         """Compute the axes of an engine.
 
-        Args:
-            world_size: all workers of the engine.
-            copy_size: workers that hold one copy of the model.
-            seq: `sp_size`.
-            tensor: `tp_size`.
-            expert: `ep_size`.
-
-        Returns:
-            The sizes of all axes.
-
-        Raises:
-            ConfigError: the equation in the message has no whole solution.
+        Returns the sizes of all axes.
         """
         if copy_size % (seq * tensor):
             raise ConfigError(
@@ -56,18 +45,7 @@ class ParallelDims:
     def of_world(cls, world_size: int, copies: int, seq: int, tensor: int, expert: int = 1) -> ParallelDims:
         """Compute the axes from the options of the trainers.
 
-        Args:
-            world_size: all devices.
-            copies: `ddp_size`.
-            seq: `sp_size`.
-            tensor: `tp_size`.
-            expert: `ep_size`.
-
-        Returns:
-            The sizes of all axes.
-
-        Raises:
-            ConfigError: the equation in the message has no whole solution.
+        Returns the sizes of all axes.
         """
         if world_size % copies:
             raise ConfigError(f"ddp_size={copies} copies do not divide the world of {world_size} devices")

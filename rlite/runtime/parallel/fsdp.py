@@ -63,14 +63,7 @@ class TrainMesh:
 def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: ParallelDims) -> TrainMesh:
     """Build the mesh and its process groups. Every rank of the engine calls it.
 
-    Args:
-        device_type: "cpu" or "cuda".
-        world_ranks: ranks of the engine's workers in the default group, in the order of `ParallelDims`.
-        rank: this worker's index in `world_ranks`.
-        dims: sizes of the axes.
-
-    Returns:
-        This rank's place.
+    `world_ranks`: ranks of the engine's workers in the default group, in the order of `ParallelDims`.
     """
     table = torch.tensor(world_ranks, dtype=torch.int)
     dense = table.view(dims.copies, dims.num_shards, dims.tensor)
@@ -88,11 +81,7 @@ def make_mesh(device_type: str, world_ranks: Sequence[int], rank: int, dims: Par
 def _device_mesh(device_type: str, table: torch.Tensor, rank: int, last: str) -> tuple[DeviceMesh, DeviceMesh]:
     """Return FSDP's mesh of a rank, and the mesh of its group along the fastest axis.
 
-    Args:
-        device_type: "cpu" or "cuda".
-        table: ranks of the default group, [copies, shards, ranks of the fastest axis].
-        rank: index of this rank in the table.
-        last: name of the fastest axis.
+    `table`: ranks of the default group, [copies, shards, ranks of the fastest axis].
     """
     copy, shard, place = (int(i) for i in torch.unravel_index(torch.tensor(rank), table.shape))
     axes = {"shard": table[copy, :, place], last: table[copy, shard, :]}
@@ -117,14 +106,7 @@ def shard(
 
     The module's own inputs are cast to `compute_dtype`. Inputs of units are not: positions and masks stay exact.
 
-    Args:
-        module: the module, on meta.
-        units: submodules that are gathered one at a time, such as the layers.
-        mesh: this rank's place in the mesh.
-        compute_dtype: dtype of parameters in forward and backward passes.
-        param_dtype: dtype in which parameters are stored.
-        experts: modules inside of units that have a mesh of their own, the mesh of experts, if the layout has one.
-        reshard_after_forward: free a unit's gathered weights after its forward pass; else its backward pass frees them.
+    `reshard_after_forward`: free a unit's gathered weights after its forward pass; else its backward pass frees them.
     """
     if mesh.num_averaged * mesh.dims.tensor == 1 and compute_dtype == param_dtype:
         return
@@ -151,9 +133,7 @@ def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
     Over the shards of one copy gradients are reduced in every pass. Otherwise each rank would accumulate whole
     gradients.
 
-    Args:
-        module: the sharded module.
-        is_last: True before the last backward pass.
+    `is_last`: True before the last backward pass.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(is_last)
@@ -163,14 +143,8 @@ def set_gradient_sync(module: nn.Module, is_last: bool) -> None:
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: TrainMesh, group: Any) -> float:
     """Scale gradients down to the global norm `max_norm`, as `nn.utils.clip_grad_norm_` does, with one all-reduce.
 
-    Args:
-        parameters: the parameters; those without a gradient are ignored.
-        max_norm: the largest norm allowed.
-        mesh: this rank's place in the mesh. A gradient that several ranks hold is counted by the first.
-        group: all workers of the engine.
-
-    Returns:
-        The norm before clipping.
+    `parameters`: the parameters; those without a gradient are ignored. `mesh`: this rank's place in the mesh. A
+    gradient that several ranks hold is counted by the first. Returns the norm before clipping.
     """
     gradients = [(p.grad, local_tensor(p.grad)) for p in parameters if p.grad is not None]
     counted = [
@@ -196,9 +170,6 @@ def resharded(module: nn.Module) -> Iterator[None]:
 
     A forward pass without a backward pass leaves the outermost parameters gathered. They take memory, and they are not
     the parameters that the optimizer and the checkpoint know.
-
-    Yields:
-        None.
     """
     try:
         yield
@@ -283,10 +254,7 @@ def gather_into(out: Tensor, block: Tensor, parameter: Tensor) -> None:
     Some rows of every rank's block travel at a time, in the dtype of `out`. Beside `out` this takes twice
     `GATHERED_BYTES`, or the memory of two rows of every block.
 
-    Args:
-        out: receives the tensor, in the parameter's shape and any dtype. On meta nothing is written.
-        block: this rank's block, which may differ from the parameter's own in its values and its dtype.
-        parameter: a DTensor with the placement of the blocks, or another tensor that each rank has whole.
+    `out`: receives the tensor, in the parameter's shape and any dtype. On meta nothing is written.
     """
     axes = []
     if isinstance(parameter, DTensor):
@@ -361,16 +329,7 @@ def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Sha
     On CPU the memory is an arena. Tied parameters stay tied. FSDP moves a shard of uneven size into padded memory
     outside of the arena.
 
-    Args:
-        module: the sharded module, on meta.
-        device: where parameters go.
-        dtype: dtype of the parameters.
-
-    Returns:
-        The arena, on CPU.
-
-    Raises:
-        ConfigError: a buffer is on meta, so its values are unknown.
+    `module`: the sharded module, on meta. Returns the arena, on CPU.
     """
     if lost := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise ConfigError(
@@ -437,11 +396,7 @@ class ShardedMuon(torch.optim.Muon):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; a collective of the ranks that share the parameters.
 
-        Args:
-            closure: computes the loss again; optional.
-
-        Returns:
-            The loss of `closure`.
+        `closure`: computes the loss again; optional. Returns the loss of `closure`.
         """
         loss = _recomputed(closure)
         for group in self.param_groups:
@@ -487,14 +442,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._optimizers = [(optimizer, len(optimizer.param_groups)) for optimizer in optimizers]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of each optimizer.
-
-        Args:
-            closure: computes the loss again; optional.
-
-        Returns:
-            The loss of `closure`.
-        """
+        """Make one step of each optimizer."""
         loss = _recomputed(closure)
         groups = iter(self.param_groups)
         for optimizer, num_groups in self._optimizers:

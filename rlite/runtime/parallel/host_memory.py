@@ -36,8 +36,7 @@ class HostMemory:
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy tensors, overwriting earlier copies. A copy from a GPU is asynchronous.
 
-        Returns:
-            The copies, in the order of `tensors`.
+        Returns the copies, in the order of `tensors`.
         """
         needed = sum(aligned_bytes(tensor.shape, tensor.dtype) for tensor in tensors)
         if self._arena is None or self._arena.nbytes < needed:
@@ -59,10 +58,7 @@ def _host_bytes(num: int, is_pinned: bool) -> Tensor:
 def pin(owner: object, address: int, num: int) -> None:
     """Pin host memory for as long as its owner lives. If CUDA refuses, copies are slower, and the log says so.
 
-    Args:
-        owner: the object that holds the memory.
-        address: where the memory begins.
-        num: its bytes.
+    `num`: its bytes.
     """
     error = int(torch.cuda.cudart().cudaHostRegister(address, num, PORTABLE))
     if error:
@@ -82,10 +78,6 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move the optimizer's state; step counters stay where torch wants them.
 
     State that leaves a GPU is readable on the host when the call returns.
-
-    Args:
-        optimizer: the optimizer.
-        device: the CPU or this worker's GPU.
     """
     places = [
         (state, key, value)
@@ -111,10 +103,6 @@ def keep_on_host_between_steps(optimizer: torch.optim.Optimizer, device: torch.d
     """Register hooks that keep the optimizer's state on `device` only during a step, and on the host otherwise.
 
     After any other code puts the state on the device (loading a checkpoint, say), call `move_state` to the host.
-
-    Args:
-        optimizer: the optimizer.
-        device: where steps are made.
     """
     host = torch.device("cpu")
     optimizer.register_step_pre_hook(lambda optimizer, *_: move_state(optimizer, device))
@@ -125,10 +113,6 @@ def with_block(value: Tensor, block: Tensor) -> Tensor:
     """Return `block` as the local part of a tensor like `value`.
 
     DTensors are built by their constructor: `from_local` would move the block to the mesh's device.
-
-    Args:
-        value: the tensor, a DTensor or not.
-        block: another local part.
     """
     return DTensor(block, value._spec, requires_grad=False) if isinstance(value, DTensor) else block
 

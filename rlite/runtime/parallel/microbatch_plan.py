@@ -35,15 +35,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     First-fit decreasing needs at most 11/9 of the fewest possible bins plus 6/9 (Dosa 2007), and far less on the
     length distributions of text.
 
-    Args:
-        lengths: tokens of each row.
-        capacity: most tokens in one bin.
-
-    Returns:
-        Bins of row indices, ascending in each, every row in exactly one bin; no bin is empty.
-
-    Raises:
-        DataError: a row is longer than `capacity`; names the row, its length and the capacity.
+    `capacity`: most tokens in one bin. Returns bins of row indices, ascending in each, every row in exactly one bin; no
+    bin is empty.
     """
     _check_lengths(lengths, capacity)
     room = np.full(len(lengths), capacity, dtype=np.int64)  # of every bin that could be opened
@@ -63,14 +56,6 @@ def sequence_flops(length: int, hidden_size: int, num_layers: int) -> float:
     num_layers (24 l h^2 + 2 l^2 h), after Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
     Clusters" (2021), where a causal mask saves half of attention. The estimate is for comparisons: the backward pass
     costs twice as much for every length, and costs that are equal for all tokens, such as the vocabulary, are left out.
-
-    Args:
-        length: tokens.
-        hidden_size: width of the model.
-        num_layers: layers of the model.
-
-    Returns:
-        Operations.
     """
     return num_layers * (24.0 * length * hidden_size**2 + 2.0 * length**2 * hidden_size)
 
@@ -86,25 +71,15 @@ def plan_microbatches(
 ) -> Plan:
     """Assign rows to data-parallel ranks and pack each rank's rows into microbatches.
 
-    Args:
-        lengths: tokens of each row.
-        num_ranks: data-parallel ranks.
-        capacity: most tokens in one microbatch.
-        groups: one key per row; rows with equal keys (such as the two sides of a preference pair) stay together in one
-            microbatch.
-        costs: time that each row takes, in any unit (such as `sequence_flops`); default: its length. Ranks are balanced
-            by cost; capacity stays in tokens.
-        method: "first_fit_decreasing" fills one microbatch after the other. "karmarkar_karp" makes a rank's
-            microbatches alike (in cost, or at least in length), in the same number, if the capacity leaves room.
-
-    Returns:
-        `plan[rank][microbatch]`, ascending row indices. Every row occurs exactly once. All ranks have the same number
-            of microbatches, because each forward and backward is a collective; a rank with too little work has empty
-            microbatches at its end. Costs are balanced over ranks. A rank's microbatches run from large to small, so
-            that simultaneous microbatches have similar costs. Without rows, there are no microbatches.
-
-    Raises:
-        DataError: a row, or the rows of one group together, exceed `capacity`; or a cost is negative or not finite.
+    `capacity`: most tokens in one microbatch. `groups`: one key per row; rows with equal keys (such as the two sides of
+    a preference pair) stay together in one microbatch. `costs`: time that each row takes, in any unit (such as
+    `sequence_flops`); default: its length. Ranks are balanced by cost; capacity stays in tokens. `method`:
+    "first_fit_decreasing" fills one microbatch after the other. "karmarkar_karp" makes a rank's microbatches alike (in
+    cost, or at least in length), in the same number, if the capacity leaves room. Returns `plan[rank][microbatch]`,
+    ascending row indices. Every row occurs exactly once. All ranks have the same number of microbatches, because each
+    forward and backward is a collective; a rank with too little work has empty microbatches at its end. Costs are
+    balanced over ranks. A rank's microbatches run from large to small, so that simultaneous microbatches have similar
+    costs. Without rows, there are no microbatches.
     """
     return plan_sharing(lengths, num_ranks, capacity, groups, None, costs=costs, method=method)[0]
 
@@ -124,17 +99,7 @@ def plan_sharing(
     With sharing, capacity counts each shared token once. Rows that share tokens stay together, in as many parts as make
     the ranks' work the least.
 
-    Args:
-        lengths: tokens of each row.
-        num_ranks: data-parallel ranks.
-        capacity: most tokens in one microbatch.
-        groups: as for `plan_microbatches`.
-        prefixes: tokens that rows have in common; None shares none.
-        costs: as for `plan_microbatches`; a row that computes a part of its tokens costs as large a part.
-        method: as for `plan_microbatches`.
-
-    Raises:
-        DataError: as for `plan_microbatches`.
+    `capacity`: most tokens in one microbatch. `prefixes`: tokens that rows have in common; None shares none.
     """
     _check_lengths(lengths, capacity)
     own_costs = lengths if costs is None else [float(cost) for cost in costs]
@@ -167,13 +132,7 @@ def _plan_units(
 ) -> tuple[Plan, float]:
     """Return the plan of units of rows, and its duration.
 
-    Args:
-        units: rows that stay together.
-        tokens: tokens that each unit computes.
-        weights: cost of each unit.
-        num_ranks: data-parallel ranks.
-        capacity: most tokens in one microbatch.
-        method: the packing method.
+    `capacity`: most tokens in one microbatch.
     """
 
     def weight(pack: Iterable[int]) -> float:
@@ -226,11 +185,7 @@ def _even(
 def _units(
     lengths: Sequence[int], capacity: int, groups: Sequence[Hashable], prefixes: Prefixes | None
 ) -> list[list[int]]:
-    """Return the rows of each group, which must stay together.
-
-    Raises:
-        DataError: a group exceeds the capacity.
-    """
+    """Return the rows of each group, which must stay together."""
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(groups):
         members.setdefault(key, []).append(row)

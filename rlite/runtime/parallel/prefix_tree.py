@@ -68,10 +68,8 @@ class Prefixes:
 
         Policy versions part rows, too, where both are known: the tokens were sampled by different policies.
 
-        Args:
-            batch: `input_ids` [N, L] and other keys.
-            lengths: tokens of each row.
-            may_share: asked whether prefixes may be shared, if that would save work; None is no.
+        `batch`: `input_ids` [N, L] and other keys. `may_share`: asked whether prefixes may be shared, if that would
+        save work; None is no.
         """
         if may_share is None:
             return None
@@ -185,9 +183,7 @@ class PrefixTree:
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
     """Return `x[index]`, whose gradient is added up in float32 or wider.
 
-    Args:
-        x: [U, ...].
-        index: [K] int64; rows may occur many times.
+    `x`: [U, ...]. `index`: [K] int64; rows may occur many times.
     """
     return _Select.apply(x, index)
 

@@ -49,11 +49,7 @@ def join_alone(device_kind: str) -> None:
 
 @contextmanager
 def unnumbered() -> Iterator[None]:
-    """Let a world of one rank begin inside of the block, without "[rank0]" before its tracebacks and warnings.
-
-    Yields:
-        None.
-    """
+    """Let a world of one rank begin inside of the block, without "[rank0]" before its tracebacks and warnings."""
     excepthook = sys.excepthook
     yield
     sys.excepthook = excepthook
@@ -61,11 +57,7 @@ def unnumbered() -> Iterator[None]:
 
 
 def open_store(ip: str) -> int:
-    """Start a rendezvous store on this node that listens on `ip` only.
-
-    Returns:
-        Its port.
-    """
+    """Start a rendezvous store on this node that listens on `ip` only."""
     listener = socket.socket()
     listener.bind((ip, 0))
     listener.listen(1024)
@@ -83,10 +75,7 @@ def close_store(port: int) -> None:
 def connect_store(ip: str, port: int, timeout_s: float) -> dist.Store:
     """Return a client of a store that `open_store` started.
 
-    Args:
-        ip: address of the store's node.
-        port: its port.
-        timeout_s: seconds to wait for it.
+    `timeout_s`: seconds to wait for it.
     """
     return dist.TCPStore(ip, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
@@ -94,14 +83,7 @@ def connect_store(ip: str, port: int, timeout_s: float) -> dist.Store:
 def join(rank: int, world_size: int, ip: str, port: int, own_ip: str, device_kind: str, timeout_s: float) -> None:
     """Join a world whose members meet at a store.
 
-    Args:
-        rank: this process's rank.
-        world_size: number of members.
-        ip: address of the store's node.
-        port: the store's port.
-        own_ip: the address at which the other members reach this node.
-        device_kind: "cpu" or "cuda".
-        timeout_s: seconds to wait for the store.
+    `timeout_s`: seconds to wait for the store.
     """
     if (interface := _interface(own_ip)) is not None:  # else gloo would ask what the host name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -181,10 +163,7 @@ def subgroup(ranks: Sequence[int], purpose: str = "", backend: str | None = None
     torch's own `new_group` names groups by a counter per process, so ranks that were in different numbers of groups
     would wait for each other forever.
 
-    Args:
-        ranks: members, in the order of their ranks in the group.
-        purpose: keeps groups over the same ranks apart.
-        backend: torch's backend; None is the default group's.
+    `backend`: torch's backend; None is the default group's.
     """
     members = tuple(ranks)
     key = (purpose, members)
@@ -208,9 +187,7 @@ def _new_group(store: dist.Store, purpose: str, members: Sequence[int], rank: in
 def set_up_device(torch_device: str, num_threads: int) -> None:
     """Give this process its device and its share of the cores.
 
-    Args:
-        torch_device: such as "cpu" or "cuda:1".
-        num_threads: threads of torch; 0 keeps torch's default.
+    `torch_device`: such as "cpu" or "cuda:1". `num_threads`: threads of torch; 0 keeps torch's default.
     """
     if torch_device != "cpu":
         torch.cuda.set_device(torch_device)

@@ -74,11 +74,7 @@ class CheckpointReader:
         return self.read(name, tuple(slice(0, 0) for _ in self.shape(name))).dtype
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Return a box of a tensor, on CPU in the checkpoint's dtype; without a box the whole tensor.
-
-        Raises:
-            CheckpointError: the tensor cannot be read.
-        """
+        """Return a box of a tensor, on CPU in the checkpoint's dtype; without a box the whole tensor."""
         view = self._slice(name)
         try:
             if not view.get_shape():
@@ -117,11 +113,7 @@ class CheckpointReader:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the file of each tensor, which is a name in the index's own folder.
-
-    Raises:
-        CheckpointError: the index cannot be read, or names another place.
-    """
+    """Return the file of each tensor, which is a name in the index's own folder."""
     try:
         with reading(index) as stream:
             found = {str(name): str(file) for name, file in json.load(stream)["weight_map"].items()}

@@ -140,11 +140,7 @@ class SharedMemoryReader:
         self._opened: dict[int, tuple[Any, Tensor]] = {}
 
     def view(self, block: SharedBlock) -> Tensor:
-        """Return the shared tensor itself; it must not be written to.
-
-        Raises:
-            FileNotFoundError: the process has closed the arena. Other OSErrors: the process is gone or not ours.
-        """
+        """Return the shared tensor itself; it must not be written to."""
         key = id(block.memory)
         if key not in self._opened:
             function, args = block.memory
@@ -157,11 +153,7 @@ _maps: dict[tuple[int, int, int], Tensor] = {}
 
 
 def _map_file(pid: int, fd: int, inode: int, nbytes: int) -> Tensor:
-    """Return the bytes of a memory file of process `pid`. It stays mapped until another is opened after its end.
-
-    Raises:
-        FileNotFoundError: the process has closed the file.
-    """
+    """Return the bytes of a memory file of process `pid`. It stays mapped until another is opened after its end."""
     if (pid, fd, inode) not in _maps:
         for known in [known for known in _maps if not _is_there(*known)]:
             del _maps[known]
@@ -193,9 +185,6 @@ def check_gpu_sharing(pid: int) -> None:
     """Check that torch can open GPU memory that process `pid` shares with this process.
 
     Memory in expandable segments travels as a file descriptor, which unprivileged containers may not copy.
-
-    Raises:
-        ConfigError: torch cannot open such memory.
     """
     if has_expandable_segments(os.environ) and (error := _descriptor_error(pid)) is not None:
         raise ConfigError(

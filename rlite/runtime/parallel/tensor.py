@@ -88,11 +88,7 @@ class SplitLayers(NamedTuple):
 
 
 def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """Return the numbers of layers, query heads and key heads of a causal language model, and the size of a head.
-
-    Raises:
-        ConfigError: the config does not state them, so the model has no attention.
-    """
+    """Return the numbers of layers, query heads and key heads of a causal language model, and the size of a head."""
     text = config.get_text_config()
     key_heads, head_dim = (
         vars(text).get(text.attribute_map.get(key, key)) for key in ("num_key_value_heads", "head_dim")
@@ -111,11 +107,7 @@ def max_positions(config: PreTrainedConfig) -> tuple[str, int]:
 
 
 def check_heads(config: PreTrainedConfig, world_size: int) -> None:
-    """Check that the attention heads divide among the ranks.
-
-    Raises:
-        ConfigError: the heads do not divide.
-    """
+    """Check that the attention heads divide among the ranks."""
     _, heads, key_heads, _ = attention_shape(config)
     counts = [("num_key_value_heads", key_heads), ("num_attention_heads", heads)]
     for fields in config.get_text_config().to_dict().get("per_layer_config", {}).values():
@@ -134,13 +126,6 @@ def split_layers(model: PreTrainedModel, experts: Collection[nn.Module] = ()) ->
     """Return the parts that the model's own plan splits.
 
     A layer with an adapter is PEFT's layer, which holds the linear layer as `base_layer`.
-
-    Args:
-        model: the model.
-        experts: modules that are divided otherwise.
-
-    Raises:
-        ConfigError: the model has no plan; or the plan has an unknown style, or splits a block otherwise.
     """
     columns, rows, vectors = dict[str, Any](), dict[str, Any](), dict[str, nn.Parameter]()
     gathered, cut = set[str](), set[str]()
@@ -178,11 +163,7 @@ def _block(name: str) -> str:
 
 
 def _styled_parts(model: PreTrainedModel, experts: Collection[nn.Module]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the modules and parameters that the plan does not leave whole, with their names and styles.
-
-    Raises:
-        ConfigError: the model has no plan.
-    """
+    """Yield the modules and parameters that the plan does not leave whole, with their names and styles."""
     prefix = model.base_model_prefix + "."
     styles = {prefix + name: style for name, style in (model.config.base_model_tp_plan or {}).items()}
     if not styles:
@@ -217,11 +198,7 @@ def _whole_mixers(model: PreTrainedModel, blocks: Collection[str]) -> dict[str, 
 
 
 def _check_blocks(model: PreTrainedModel, split: SplitLayers) -> None:
-    """Check that every block in the plan starts with columns and ends with one row, both of the same style.
-
-    Raises:
-        ConfigError: a block does not.
-    """
+    """Check that every block in the plan starts with columns and ends with one row, both of the same style."""
     entries = ", ".join(sorted(model.config.base_model_tp_plan or {}))
     begins, ends = defaultdict[str, set[bool]](set), defaultdict[str, list[bool]](list)
     for name in split.columns:
@@ -236,11 +213,7 @@ def _check_blocks(model: PreTrainedModel, split: SplitLayers) -> None:
 
 
 def _check_per_head(model: PreTrainedModel, split: SplitLayers) -> None:
-    """Check that no tensor between the columns and the row of a block has a part for each head or each column.
-
-    Raises:
-        ConfigError: there is such a tensor, which would be whole beside split columns.
-    """
+    """Check that no tensor between the columns and the row of a block has a part for each head or each column."""
     _, heads, key_heads, head_dim = attention_shape(model.config)
     widths: dict[str, set[int]] = defaultdict(lambda: {heads, key_heads})
     for name, module in {**split.columns, **split.rows}.items():
@@ -262,8 +235,7 @@ def _check_per_head(model: PreTrainedModel, split: SplitLayers) -> None:
 def bias_apart(row: nn.Module) -> Iterator[Any]:
     """Take away the bias of a layer that is split by rows: it is whole on every rank and must count once.
 
-    Yields:
-        The bias, or None.
+    Yields the bias, or None.
     """
     bias, row._parameters["bias"] = row._parameters.get("bias"), None
     try:
@@ -273,15 +245,7 @@ def bias_apart(row: nn.Module) -> Iterator[Any]:
 
 
 def vocabulary_rows(embedding: nn.Embedding, forward: Any, ids: Tensor, start: int, num: int) -> Tensor:
-    """Return this rank's summand of an embedding that is split over the vocabulary; zero for other ranks' tokens.
-
-    Args:
-        embedding: the embedding, whose weight is this rank's rows.
-        forward: its own forward.
-        ids: token ids.
-        start: token id of the first row.
-        num: number of rows.
-    """
+    """Return this rank's summand of an embedding that is split over the vocabulary; zero for other ranks' tokens."""
     local = ids - start
     is_here = (local >= 0) & (local < num)
     padding, embedding.padding_idx = embedding.padding_idx, None  # it is no row's number here
@@ -316,10 +280,7 @@ def splits_by_rows(embedding: nn.Module) -> bool:
 def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return start and stop of this rank's part of `size` elements.
 
-    Args:
-        size: number of elements.
-        rank: this rank.
-        world_size: number of ranks. If it does not divide `size`, the first parts are longer by one.
+    `world_size`: number of ranks. If it does not divide `size`, the first parts are longer by one.
     """
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
@@ -327,16 +288,7 @@ def span(size: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def check_tensor_parallel(model: PreTrainedModel, world_size: int, experts: Collection[nn.Module] = ()) -> SplitLayers:
-    """Return the layers that serving splits over the ranks.
-
-    Args:
-        model: the model.
-        world_size: number of ranks.
-        experts: modules that are divided otherwise.
-
-    Raises:
-        ConfigError: heads do not divide; or the model's plan is missing or unknown.
-    """
+    """Return the layers that serving splits over the ranks."""
     split = split_layers(model, experts)
     if set(split.columns) - split.gathered:
         check_heads(model.config, world_size)
@@ -447,16 +399,7 @@ LAYER_INPUTS = {
 
 
 def check_split(model: PreTrainedModel, size: int, experts: Collection[nn.Module] = ()) -> SplitLayers:
-    """Return the layers that training splits over `size` ranks.
-
-    Args:
-        model: the model.
-        size: number of ranks.
-        experts: modules that are divided otherwise.
-
-    Raises:
-        ConfigError: heads or layers do not divide; or the model's plan is missing or unknown.
-    """
+    """Return the layers that training splits over `size` ranks."""
     inputs = inspect.signature(type(_layers(model)[0]).forward).parameters
     if others := [name for name in inputs if name not in LAYER_INPUTS and not name.startswith("position_embeddings")]:
         raise ConfigError(_refusal(model, f"gives its layers {', '.join(others)}, which is not split over tokens"))
@@ -474,13 +417,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, experts: Collection[nn
     Embedding and head are split if their number of rows divides and the embedding computes each row for itself;
     otherwise they are whole on every rank.
 
-    Args:
-        model: the model.
-        mesh: the ranks.
-        experts: modules that stay as they are. Between blocks, each rank has tokens of its own for them.
-
-    Raises:
-        ConfigError: as `check_split`.
+    `experts`: modules that stay as they are. Between blocks, each rank has tokens of its own for them.
     """
     found = check_split(model, mesh.size(), experts)
     group = mesh.get_group()
@@ -568,15 +505,7 @@ def _distribute(
 
 
 def _on_local_parameters(modules: list[nn.Module], forward: Any, whole: Placement, *args: Any, **kwargs: Any) -> Any:
-    """Return `forward(...)`, with each parameter replaced by this rank's part during the call.
-
-    Args:
-        modules: owners of the parameters.
-        forward: the original forward of the first.
-        whole: how gradients of parameters that are not split combine.
-        *args: for `forward`.
-        **kwargs: for `forward`.
-    """
+    """Return `forward(...)`, with each parameter replaced by this rank's part during the call."""
     held = [dict(module._parameters) for module in modules]
     for module, parameters in zip(modules, held, strict=True):
         for name, parameter in parameters.items():
@@ -625,23 +554,11 @@ class _TokenHooks:
         self._group = group
 
     def split(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of the first layer with this rank's tokens.
-
-        Args:
-            layer: the module of the hook.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
+        """Return the arguments of the first layer with this rank's tokens."""
         return _with_hidden(args, kwargs, lambda x: split(x, self._group, dim=-2))
 
     def split_inputs(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of a layer with this rank's tokens of `per_layer_input`, if the layer takes it.
-
-        Args:
-            layer: the module of the hook.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
+        """Return the arguments of a layer with this rank's tokens of `per_layer_input`, if the layer takes it."""
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         if (own := given.get("per_layer_input")) is None:
@@ -653,13 +570,7 @@ class _TokenHooks:
         return (*args[:place], own, *args[place + 1 :]), kwargs
 
     def keep_own(self, block: nn.Module, args: tuple, out: Any) -> Any:
-        """Return the output of a block that is whole on every rank with this rank's tokens.
-
-        Args:
-            block: the module of the hook.
-            args: its positional arguments.
-            out: its output.
-        """
+        """Return the output of a block that is whole on every rank with this rank's tokens."""
         if isinstance(out, tuple):
             return (self.keep_own(block, args, out[0]), *out[1:])
         size, rank = self._group.size(), self._group.rank()
@@ -667,36 +578,17 @@ class _TokenHooks:
         return pad_to_multiple(out, size, dim=out.dim() - 2).chunk(size, dim=-2)[rank].clone()
 
     def gather(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments with all tokens. Attention, which gets positions, gets no padding of the last part.
-
-        Args:
-            block: the module of the hook.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
+        """Return the arguments with all tokens. Attention, which gets positions, gets no padding of the last part."""
         return _with_hidden(args, kwargs, lambda x: _cut(gather(x, self._group, dim=-2, grad="sum"), kwargs))
 
     def join(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
-        """Return the output of the last layer with all tokens.
-
-        Args:
-            layer: the module of the hook.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            out: its output.
-        """
+        """Return the output of the last layer with all tokens."""
         if isinstance(out, tuple):
             return (_cut(self._whole(out[0]), kwargs), *out[1:])
         return _cut(self._whole(out), kwargs)
 
     def join_recorded(self, model: Any, args: tuple, out: Any) -> None:
-        """Join recorded outputs: hidden states of all tokens, attentions of all heads.
-
-        Args:
-            model: the module of the hook.
-            args: its positional arguments.
-            out: its output.
-        """
+        """Join recorded outputs: hidden states of all tokens, attentions of all heads."""
         if states := getattr(out, "hidden_states", None):
             *parts, last = states  # the last is not a layer's own, but what the model ends with
             length = out.last_hidden_state.shape[1]

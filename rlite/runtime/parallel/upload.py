@@ -14,10 +14,7 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) 
     A copy from ordinary host memory to a GPU returns only after all earlier work of the GPU. This copy leaves from
     pinned memory, which torch keeps and reuses, and returns at once.
 
-    Args:
-        values: a tensor on the CPU, or numbers in lists.
-        device: where the values go.
-        dtype: dtype of the result; None keeps the dtype of the values.
+    `dtype`: dtype of the result; None keeps the dtype of the values.
     """
     host = torch.as_tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -50,11 +50,7 @@ class DigestingWorker(Worker, Protocol):
     """A target that reads back what its engine serves."""
 
     def digest(self, pieces: Sequence[Piece]) -> Served:
-        """Return digests of the weights that the engine computes with now.
-
-        Args:
-            pieces: blocks that the latest weight sync has written into `parameter_shards()`.
-        """
+        """Return digests of the weights that the engine computes with now."""
 
 
 def sha256_of(tensor: Tensor, is_computed: bool = False) -> bytes:
@@ -71,10 +67,7 @@ def own_digests(shards: Mapping[str, ParameterShard], pieces: Sequence[Piece]) -
 def block_digests(blocks: Iterable[tuple[ParameterShard, bool]], box: Box, dtype: torch.dtype) -> Iterable[Digest]:
     """Yield digests of the parts of a piece that a process holds.
 
-    Args:
-        blocks: blocks of the tensor, and whether a kernel computed the values.
-        box: the piece in the tensor.
-        dtype: dtype in which the piece was written. A kernel may hold it wider.
+    `dtype`: dtype in which the piece was written. A kernel may hold it wider.
     """
     for shard, is_computed in blocks:
         both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, shard.box, strict=True)]
@@ -88,10 +81,7 @@ def block_digests(blocks: Iterable[tuple[ParameterShard, bool]], box: Box, dtype
 def held_digests(worker: Worker, pieces: Sequence[Piece], is_served: bool) -> Served:
     """Return digests at the receiving end.
 
-    Args:
-        worker: the worker of the target.
-        pieces: pieces that it received.
-        is_served: after the sync, of what is served; otherwise before it, of what waits for another program to read it.
+    `is_served`: after the sync, of what is served; otherwise before it, of what waits for another program to read it.
     """
     if is_served and isinstance(worker, DigestingWorker):
         return worker.digest(pieces)
@@ -102,12 +92,7 @@ def held_digests(worker: Worker, pieces: Sequence[Piece], is_served: bool) -> Se
 
 @torch.no_grad()
 def sent_digests(worker: SourceWorker, asked: Sequence[tuple[Piece, Box, bool]]) -> list[bytes]:
-    """Return digests of what a source worker sends, in the target's dtype. A collective of its copy of the model.
-
-    Args:
-        worker: the worker of the source.
-        asked: pieces, blocks of them, and whether the target lost the sign of zeros.
-    """
+    """Return digests of what a source worker sends, in the target's dtype. A collective of its copy of the model."""
     served = worker.served_shards()
 
     def digest(asked: tuple[Piece, Box, bool]) -> bytes:

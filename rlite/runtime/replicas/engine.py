@@ -176,11 +176,7 @@ class Engine:
         """Refuse a configuration that cannot work, before anything is placed."""
 
     def _num_copies(self, asked: int | None) -> int | None:
-        """Return the number of copies to place; None is as many as the placement allows.
-
-        Args:
-            asked: `data_parallel_size` of `build`.
-        """
+        """Return the number of copies to place; None is as many as the placement allows."""
         return asked
 
     def _source(self) -> Any:
@@ -367,11 +363,7 @@ class Engine:
         return self.copies
 
     def _need_weights(self, what: str) -> None:
-        """Check that the engine is built and its weights are written and on the device.
-
-        Raises:
-            ResidencyError: the weights are elsewhere or not written; the message names the remedy.
-        """
+        """Check that the engine is built and its weights are written and on the device."""
         self.group.check()
         remedy = {
             Weights.HOST: "call cuda() first",
@@ -383,15 +375,7 @@ class Engine:
 
 
 def make_worker(worker: Callable[..., Worker], source: Any, options: Any, size: int, context: WorkerContext) -> Worker:
-    """Return the backend's worker, after setting up this worker process.
-
-    Args:
-        worker: `Backend.worker`.
-        source: the model, as returned by `Engine._source`.
-        options: options of the executor.
-        size: number of workers that hold one copy of the model.
-        context: the place of this worker.
-    """
+    """Return the backend's worker, after setting up this worker process."""
     set_up_device(context.torch_device, context.num_threads)
     return worker(context, source, options, size)
 
@@ -403,16 +387,7 @@ def make_room(session: Session | None, owner: str) -> None:
 
 
 def check_neighbours(session: Session, owner: str, group: WorkerGroup) -> None:
-    """Check that this owner's processes can exchange weights with other processes on the same GPUs.
-
-    Args:
-        session: the session that placed the owner.
-        owner: name of the engine.
-        group: workers of the engine.
-
-    Raises:
-        ConfigError: the processes cannot share GPU memory.
-    """
+    """Check that this owner's processes can exchange weights with other processes on the same GPUs."""
     if session.device != "cuda":
         return
     ranks = {device: rank for rank, device in enumerate(group.devices)}

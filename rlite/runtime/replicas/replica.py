@@ -67,9 +67,7 @@ class RoutedOptions(WrappedOptions):
 def annotated_names(source: Path, classes: Collection[str] = ()) -> frozenset[str]:
     """Return the public annotated names in the bodies of classes, from a source file that is not imported.
 
-    Args:
-        source: the file.
-        classes: names of the classes; () is all.
+    `classes`: names of the classes; () is all.
     """
     tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
     found = [c for c in tree.body if isinstance(c, ast.ClassDef) and (not classes or c.name in classes)]
@@ -120,11 +118,7 @@ class PassingOptions:
 
     @classmethod
     def arguments(cls) -> frozenset[str]:
-        """Return the names of the installed program's arguments that may be given.
-
-        Raises:
-            NotImplementedError: the class does not override this method.
-        """
+        """Return the names of the installed program's arguments that may be given."""
         raise NotImplementedError
 
 
@@ -166,15 +160,7 @@ class Capabilities:
         return self.extras | {name for name, column in self.optional_extras.items() if options.get(column.option)}
 
     def options_for(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options of `build` that let a request ask for a column.
-
-        Args:
-            name: the column.
-            options: other options of `build`.
-
-        Raises:
-            ConfigError: no option lets it.
-        """
+        """Return the options of `build` that let a request ask for a column."""
         if name in self.extras:
             return {}
         if (column := self.optional_extras.get(name)) is None or (obstacle := column.obstacle(options)):
@@ -240,8 +226,7 @@ class InFlightRequest:
     def take(self, chunk: TokenChunk) -> bool:
         """Append a chunk.
 
-        Returns:
-            Whether the request has ended.
+        Returns whether the request has ended.
         """
         chunk = _over_kept_ids(chunk)
         num = len(chunk.token_ids)
@@ -316,8 +301,7 @@ class InFlightTable:
     def add(self, requests: Sequence[InFlightRequest]) -> bool:
         """Add requests.
 
-        Returns:
-            False, with nothing added, if the replica has failed.
+        Returns False, with nothing added, if the replica has failed.
         """
         with self._lock:
             if self.failure is None:
@@ -327,8 +311,7 @@ class InFlightTable:
     def take(self, chunks: Sequence[TokenChunk]) -> list[int]:
         """Pass chunks to their requests.
 
-        Returns:
-            Numbers of requests that ended here while the worker still runs them.
+        Returns numbers of requests that ended here while the worker still runs them.
         """
         left = []
         for chunk in chunks:
@@ -347,8 +330,7 @@ class InFlightTable:
     def cancel(self, request_ids: Collection[int] | None) -> list[int]:
         """Mark requests as cancelled; None marks all.
 
-        Returns:
-            The numbers of marked requests.
+        Returns the numbers of marked requests.
         """
         with self._lock:
             here = [n for n in (self._requests if request_ids is None else request_ids) if n in self._requests]
@@ -357,11 +339,7 @@ class InFlightTable:
             return here
 
     def clear(self, failure: Exception | None = None) -> list[InFlightRequest]:
-        """Remove all requests. With a failure, accept no further requests.
-
-        Returns:
-            The removed requests.
-        """
+        """Remove all requests. With a failure, accept no further requests."""
         with self._lock:
             self.failure = self.failure or failure
             requests, self._requests = list(self._requests.values()), {}
@@ -370,8 +348,7 @@ class InFlightTable:
     def fail(self, error: Exception) -> list[InFlightRequest]:
         """Accept no further requests and end cancelled requests with their tokens.
 
-        Returns:
-            The other requests, which have not ended.
+        Returns the other requests, which have not ended.
         """
         requests = self.clear(error)
         for request in (request for request in requests if request.is_cancelled):
@@ -421,8 +398,7 @@ class Replica(Resident, Protocol):
     def cancel(self, request_ids: Collection[int] | None) -> None:
         """Ask for requests to end with their tokens so far and the reason "abort"; return at once.
 
-        Args:
-            request_ids: request numbers. Unknown numbers are ignored; None is all requests.
+        `request_ids`: request numbers. Unknown numbers are ignored; None is all requests.
         """
 
     def pause(self) -> None:
@@ -445,9 +421,7 @@ class Replica(Resident, Protocol):
 
         While the replica is paused, the call waits, so that no prompt is computed with half-written weights.
 
-        Args:
-            prompts: token ids, at most `max_model_len - 1` each.
-            num_top: number of most likely tokens at each place.
+        `prompts`: token ids, at most `max_model_len - 1` each. `num_top`: number of most likely tokens at each place.
         """
 
     def close(self) -> None:
@@ -474,25 +448,15 @@ class AdapterWorker(ServingWorker, Protocol):
     def stage_adapter(self, name: str | None, given: AdapterWeights, version: int) -> bool | None:
         """Make a version of an adapter ready, which replaces an earlier one that is not used yet.
 
-        Args:
-            name: name of the adapter; None is the adapter of requests that name none.
-            given: its values.
-            version: its version, which tokens carry.
-
-        Returns:
-            Whether it changes a logit of some prompt; None on a worker that does not know.
-
-        Raises:
-            ConfigError: the adapter does not fit the model or the options of `build`.
+        `name`: name of the adapter; None is the adapter of requests that name none. Returns whether it changes a logit
+        of some prompt; None on a worker that does not know.
         """
 
     def use_adapter(self, name: str | None, is_kept: bool) -> None:
         """Serve the version that was staged.
 
-        Args:
-            name: name of the adapter.
-            is_kept: let requests in flight end with the version with which they began. Otherwise they continue from
-                their tokens with the new version, and their cache is recomputed.
+        `is_kept`: let requests in flight end with the version with which they began. Otherwise they continue from their
+        tokens with the new version, and their cache is recomputed.
         """
 
     def drop_adapter(self, name: str | None) -> None:
@@ -501,10 +465,7 @@ class AdapterWorker(ServingWorker, Protocol):
     def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens with an adapter.
 
-        Args:
-            prompts: token ids.
-            num_top: number of most likely tokens at each place.
-            adapter: name of the adapter.
+        `num_top`: number of most likely tokens at each place.
         """
 
 
@@ -542,11 +503,7 @@ class WorkerReplica(Resident):
         self.call(ServingWorker.set_version, version)
 
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
-        """Refuse: replicas with prompt log-probabilities override this method.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Refuse: replicas with prompt log-probabilities override this method."""
         raise NotImplementedError(f"{type(self).__name__} has no prompt log-probabilities")
 
 
@@ -571,39 +528,19 @@ class InferenceBackend(Backend):
     capabilities: Capabilities = Capabilities()
 
     def check_options(self, executor: str) -> None:
-        """Check that the options have the fields that the options of every executor have.
-
-        Args:
-            executor: name of the executor.
-
-        Raises:
-            ConfigError: a field is missing.
-        """
+        """Check that the options have the fields that the options of every executor have."""
         if missing := ExecutorOptions.model_fields.keys() - signature(self.options).parameters:
             raise ConfigError(f"executor {executor!r}: its options lack {sorted(missing)}, which every executor has")
 
     def check_checkpoint(self, path: str, config: PreTrainedConfig, copy_size: int) -> None:
-        """Check that the executor can serve a checkpoint.
-
-        Args:
-            path: folder of the checkpoint.
-            config: config of the checkpoint.
-            copy_size: number of workers in each replica.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Check that the executor can serve a checkpoint."""
         if copy_size > 1 and (heads := attention_shape(config)[2]) % copy_size:
             raise ConfigError(f"tensor_parallel_size={copy_size} does not divide the model's {heads} key-value heads")
         if self.check is not None:
             self.check(path, copy_size)
 
     def num_copies(self, asked: int | None, options: Any) -> int | None:
-        """Return the number of replicas: as asked, or as the options fix it; None if neither says it.
-
-        Raises:
-            ConfigError: another number is asked for than the options fix.
-        """
+        """Return the number of replicas: as asked, or as the options fix it; None if neither says it."""
         if self.is_elsewhere:
             return 1
         fixed = None if self.num_replicas is None else self.num_replicas(options)
@@ -615,12 +552,7 @@ class InferenceBackend(Backend):
 def check_lengths(prompts: Sequence[list[int]], max_tokens: int) -> None:
     """Check that no prompt is too long.
 
-    Args:
-        prompts: token ids.
-        max_tokens: most tokens of a prompt.
-
-    Raises:
-        DataError: a prompt is too long.
+    `max_tokens`: most tokens of a prompt.
     """
     for index, num in enumerate(map(len, prompts)):
         if num > max_tokens:

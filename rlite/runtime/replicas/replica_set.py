@@ -73,8 +73,7 @@ class ReplicaSupervisor:
     def take_over(self, replica: Replica) -> bool:
         """Begin to replace a lost replica.
 
-        Returns:
-            False if the budget is used up, or the engine is being released.
+        Returns False if the budget is used up, or the engine is being released.
         """
         with self._lock:
             if not self._spend():
@@ -320,11 +319,7 @@ class ReplicaSet:
         self.pause()
 
     def each(self, act: Callable[[Any], T]) -> list[T]:
-        """Return the results of an action on the replicas, without those that are lost and will be replaced.
-
-        Raises:
-            WorkerError: a replica is lost and stays lost.
-        """
+        """Return the results of an action on the replicas, without those that are lost and will be replaced."""
         if not self.max_replacements and not self.is_elsewhere:
             for replica in self.all:
                 replica.check()
@@ -393,8 +388,7 @@ class ReplicaSet:
     def _note_loss(self, replica: Replica) -> bool:
         """Begin to replace a lost replica.
 
-        Returns:
-            Whether the set goes on without it: it is replaced, or it is a server that others start.
+        Returns whether the set goes on without it: it is replaced, or it is a server that others start.
         """
         return self.supervisor.take_over(replica) or self.is_elsewhere
 
@@ -406,8 +400,7 @@ class ReplicaSet:
     def _hand_over(self, replica: Replica, error: WorkerError) -> bool:
         """Let a lost replica be replaced; its requests move to the others.
 
-        Returns:
-            False if it stays lost.
+        Returns False if it stays lost.
         """
         can_go = self.supervisor.has_budget or self.is_elsewhere
         if replica in self.all and self._has_others(replica) and can_go:
@@ -422,8 +415,7 @@ class ReplicaSet:
     def _replace(self, lost: Replica) -> int | None:
         """Start the workers of a lost replica again, and let the replica join.
 
-        Returns:
-            The version of its weights; None if it joins at the next weight sync.
+        Returns the version of its weights; None if it joins at the next weight sync.
         """
         group, ranks, index = lost.workers.group, lost.workers.ranks, lost.workers.index
         lost.workers.mark_lost(WorkerError(f"replica {index} of {self.name} is being replaced"))
@@ -474,13 +466,7 @@ class ReplicaSet:
                     raise
 
     def follow(self, policy: ScalingPolicy | None, every_s: float = 5.0, shrink_after_s: float = 60.0) -> None:
-        """Scale by a policy; see `ServingEngine.follow`.
-
-        Args:
-            policy: chooses the number of replicas; None ends the scaling.
-            every_s: seconds between two decisions.
-            shrink_after_s: seconds for which fewer replicas have to be wanted.
-        """
+        """Scale by a policy; see `ServingEngine.follow`."""
         scaler, self._autoscaler = self._autoscaler, None
         if scaler is not None:
             scaler.close()
@@ -512,11 +498,7 @@ class ReplicaSet:
             logger.warning("%s: a replica got SIGTERM and serves on until it ends: %s", self.name, error)
 
     def _leave(self, replica: Replica, why: str) -> None:
-        """Hand a replica's requests over, end its workers, and return its devices.
-
-        Raises:
-            ConfigError: the replica is the only one.
-        """
+        """Hand a replica's requests over, end its workers, and return its devices."""
         with self.membership:
             if replica not in self.all or self.session is None:
                 return

@@ -25,9 +25,8 @@ MAX_FIRST = 8192
 def least_outstanding(loads: Mapping[int, int], home: int | None) -> int:
     """Return the replica of earlier requests if it serves, else the replica with the fewest outstanding tokens.
 
-    Args:
-        loads: outstanding tokens of each replica that serves, by its index; not empty.
-        home: index of the replica that served this affinity before, or None. It may be lost.
+    `loads`: outstanding tokens of each replica that serves, by its index; not empty. `home`: index of the replica that
+    served this affinity before, or None. It may be lost.
     """
     return home if home is not None and home in loads else min(loads, key=loads.__getitem__)
 
@@ -125,12 +124,7 @@ class Router:
     def route(self, groups: Sequence[Sequence[InFlightRequest]], affinity: str | None = None) -> None:
         """Submit requests to the replicas that the policy chooses.
 
-        Args:
-            groups: groups of siblings, which share a prompt. Each group goes to one replica.
-            affinity: key of requests that should share a replica.
-
-        Raises:
-            Exception: the failure, if no replica is left.
+        `groups`: groups of siblings, which share a prompt. Each group goes to one replica.
         """
         refused = groups
         while refused:
@@ -172,11 +166,8 @@ class Router:
     def replica_failed(self, replica: Replica, requests: list[InFlightRequest], error: Exception) -> None:
         """Move a lost replica's requests to other replicas; called in a thread of the lost replica.
 
-        Args:
-            replica: the lost replica, or a replica that was removed before it was closed.
-            requests: its requests that have not ended.
-            error: a WorkerError if its workers are gone; any other error of a replica that was not removed ends the
-                requests.
+        `error`: a WorkerError if its workers are gone; any other error of a replica that was not removed ends the
+        requests.
         """
         error = error if isinstance(error, WorkerError) else loss_of(replica) or error
         others = [other for other in self.replicas if other is not replica and other.failure is None]

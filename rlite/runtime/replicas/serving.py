@@ -33,16 +33,7 @@ from rlite.wording import counted
 
 
 async def complete(replicas: ReplicaSet, request: InFlightRequest, affinity: str | None) -> None:
-    """Send a request to a replica, and wait beside the event loop until it has ended. A cancelled task ends it.
-
-    Args:
-        replicas: the replicas.
-        request: the request.
-        affinity: key of requests that should share a replica.
-
-    Raises:
-        CancelledError: the task was cancelled.
-    """
+    """Send a request to a replica, and wait beside the event loop until it has ended. A cancelled task ends it."""
     with trace.task("generate", engine=replicas.name, prompt_tokens=len(request.request.input_ids)):
         replicas.router.route([[request]], affinity)
         try:
@@ -56,13 +47,7 @@ async def complete(replicas: ReplicaSet, request: InFlightRequest, affinity: str
 def complete_all(replicas: ReplicaSet, groups: Sequence[Sequence[InFlightRequest]], timeout: float) -> None:
     """Send groups of siblings to replicas, and wait until all have ended. On an error or a time-out, cancel the rest.
 
-    Args:
-        replicas: the replicas.
-        groups: requests that share a prompt.
-        timeout: seconds.
-
-    Raises:
-        CallTimeout: a request did not end within `timeout` seconds.
+    `timeout`: seconds.
     """
     with trace.span("generate", num_prompts=len(groups)):
         replicas.router.route(groups)
@@ -90,16 +75,7 @@ def score(
 ) -> list[PromptLogprobs]:
     """Return the log-probabilities of each prompt's tokens. Prompts are distributed to the replicas in turn.
 
-    Args:
-        replicas: the replicas.
-        prompts: token ids.
-        num_top: number of most likely tokens at each place.
-        max_tokens: most tokens of a prompt.
-        adapter: name of an adapter.
-
-    Raises:
-        ConfigError: `num_top` is out of range.
-        DataError: a prompt is too long.
+    `num_top`: number of most likely tokens at each place. `max_tokens`: most tokens of a prompt.
     """
     if not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise ConfigError(f"num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
@@ -115,10 +91,7 @@ def score(
 def workers_of_replicas(copies: list[WorkerSet], backend: InferenceBackend, options: Any) -> list[WorkerSet]:
     """Return the workers of each replica. For servers elsewhere it is one worker, which asks all of them.
 
-    Args:
-        copies: the engine's copies.
-        backend: its executor.
-        options: the executor's options.
+    `copies`: the engine's copies.
     """
     if not backend.is_elsewhere or backend.num_replicas is None:
         return copies
@@ -127,16 +100,7 @@ def workers_of_replicas(copies: list[WorkerSet], backend: InferenceBackend, opti
 
 
 def check_tokens(ids: Sequence[int], vocab_size: int, where: str) -> list[int]:
-    """Return the tokens of a prompt if it has some, all of the model's vocabulary.
-
-    Args:
-        ids: the tokens.
-        vocab_size: the number of tokens of the vocabulary.
-        where: where the prompt stands, for errors.
-
-    Raises:
-        DataError: it has not.
-    """
+    """Return the tokens of a prompt if it has some, all of the model's vocabulary."""
     if not ids:
         raise DataError(f"{where} is empty: expected at least one token")
     if wrong := [token for token in ids if not 0 <= token < vocab_size]:
@@ -342,11 +306,7 @@ class ServingEngine(Engine):
         await complete(self._replicas, request, affinity)
 
     def _complete_all(self, groups: Sequence[Sequence[InFlightRequest]], timeout: float | None) -> None:
-        """Complete groups of siblings; see `complete_all`.
-
-        Raises:
-            DataError: there is no group.
-        """
+        """Complete groups of siblings; see `complete_all`."""
         if len(groups) == 0:
             raise DataError("generate: the list of prompts is empty; expected at least one prompt")
         self._check_ready("generate")
@@ -504,8 +464,8 @@ class ServingEngine(Engine):
     def _adopt(self, replica: Replica, giver: Replica) -> int | None:
         """Give a replica that has read the checkpoint the engine's weights and residency.
 
-        Returns:
-            The version of its weights; None if no replica's weights can be read, so that it waits for a weight sync.
+        Returns the version of its weights; None if no replica's weights can be read, so that it waits for a weight
+        sync.
         """
         can_copy = self.capabilities.has_readable_weights
         is_current = give_weights(replica, giver, self._version, self.weights, self._is_as_loaded, can_copy)
@@ -520,16 +480,7 @@ def give_weights(
 ) -> bool:
     """Give a replica that has read the checkpoint the weights of another one.
 
-    Args:
-        replica: the replica.
-        giver: a replica that serves.
-        version: version of the giver's weights.
-        weights: location of the giver's weights.
-        are_as_loaded: whether these are the checkpoint's.
-        can_copy: whether a replica's weights can be read.
-
-    Returns:
-        False if no replica's weights can be read, so that it has to wait for a weight sync.
+    Returns False if no replica's weights can be read, so that it has to wait for a weight sync.
     """
     if are_as_loaded:
         replica.set_version(version)
@@ -542,13 +493,7 @@ def give_weights(
 
 
 def match_memory(replica: Replica, weights: Weights, has_cache: bool) -> None:
-    """Release what the engine has released, or offload what it has offloaded.
-
-    Args:
-        replica: it has everything on the device.
-        weights: location of the engine's weights.
-        has_cache: whether the engine has its KV cache on the device.
-    """
+    """Release what the engine has released, or offload what it has offloaded."""
     if weights is Weights.DEVICE and has_cache:
         return
     (replica.to_cpu if weights in (Weights.DEVICE, Weights.HOST) else replica.to_meta)()

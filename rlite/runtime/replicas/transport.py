@@ -75,18 +75,7 @@ class Piece:
 def check_transport(
     transport: str, source: str, sources: Collection[Device], target: str, targets: Collection[Device]
 ) -> None:
-    """Refuse a way for weights that does not exist between two engines.
-
-    Args:
-        transport: "auto" or a way.
-        source: name of the engine that sends.
-        sources: its devices.
-        target: name of the engine that receives.
-        targets: its devices.
-
-    Raises:
-        ConfigError: there is no such way, or the target has a device that the source does not have.
-    """
+    """Refuse a way for weights that does not exist between two engines."""
     if transport not in get_args(Transport):
         raise ConfigError(f"transport={transport!r}: expected one of {', '.join(get_args(Transport))}")
     if transport == "gathered" and (apart := set(targets) - set(sources)):
@@ -96,14 +85,7 @@ def check_transport(
 
 @torch.no_grad()
 def describe(worker: SourceWorker | Worker, is_source: bool, is_shared: bool, is_near: bool = False) -> Layout:
-    """Return the places that a source offers or a target receives.
-
-    Args:
-        worker: the worker to describe.
-        is_source: whether the worker is a source.
-        is_shared: add handles to the places of a source.
-        is_near: the source has the devices of all targets.
-    """
+    """Return the places that a source offers or a target receives."""
     source = cast(SourceWorker, worker)
     if not is_source and isinstance(worker, StagingWorker):
         worker.stage(is_near)
@@ -142,10 +124,8 @@ _numbers = itertools.count()
 def share(worker: SourceWorker, readers: Collection[str]) -> dict[str, Any]:
     """Return handles by which processes of this machine read this worker's tensors in place.
 
-    Args:
-        worker: the source worker.
-        readers: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On a
-            GPU there is at most one: a CUDA IPC handle that is not opened, or that is opened twice, is never freed.
+    `readers`: `process_identity` of each process that reads some of the tensors. Without any, nothing is shared. On a
+    GPU there is at most one: a CUDA IPC handle that is not opened, or that is opened twice, is never freed.
     """
     chosen = {name: shard.tensor for name, shard in worker.served_shards().items()}
     if not readers:
@@ -159,13 +139,7 @@ def gather(worker: SourceWorker, places: Mapping[str, Place], readers: Collectio
 
     CUDA workers see only their own device, so a target there cannot read another device's shard.
 
-    Args:
-        worker: the source worker.
-        places: the whole tensors, in the dtypes in which they are read.
-        readers: as for `share`. A worker without any takes part, and keeps nothing.
-
-    Returns:
-        Handles as `share` returns them.
+    Returns handles as `share` returns them.
     """
     worker.served_shards(has_values=False)
     device = next(iter(worker.parameter_shards().values())).tensor.device if readers else torch.device("meta")
@@ -236,13 +210,7 @@ def _staging(
 def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, Any]]) -> int:
     """Copy pieces from shared memory into the target's tensors.
 
-    Args:
-        worker: the target worker.
-        pieces: pieces to copy.
-        handles: handles of each source, by tensor name.
-
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     shards = worker.parameter_shards()
     reader = SharedMemoryReader()
@@ -255,8 +223,7 @@ def read(worker: Worker, pieces: Sequence[Piece], handles: Sequence[dict[str, An
 def _write(shards: Mapping[str, ParameterShard], piece: Piece, source: Tensor) -> int:
     """Copy a piece into the target's tensor.
 
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     target = shards[piece.name].tensor[piece.target_box]
     target.copy_(source[piece.source_box])
@@ -264,11 +231,7 @@ def _write(shards: Mapping[str, ParameterShard], piece: Piece, source: Tensor) -
 
 
 def open_handle(handle: Any, reader: SharedMemoryReader) -> Tensor:
-    """Return the read-only tensor of a handle of `share`.
-
-    Raises:
-        RuntimeError: the handle is valid only in another process.
-    """
+    """Return the read-only tensor of a handle of `share`."""
     if not isinstance(handle, OwnTensor):
         return reader.view(handle)
     if handle.process != process_identity():
@@ -343,15 +306,7 @@ def take_part(
 ) -> int:
     """Send this process's buckets, receive the other buckets, and copy pieces into the target.
 
-    Args:
-        source: the source worker in this process, if any.
-        target: the target worker in this process, if any.
-        plan: plan of the sync, equal in all processes.
-        rank: rank of this process in the process group.
-        pieces: pieces that the target needs.
-
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     device = next(iter((source or target).parameter_shards().values())).tensor.device  # type: ignore[union-attr]
     if plan.is_on_host:

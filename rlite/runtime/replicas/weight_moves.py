@@ -68,8 +68,7 @@ class Route:
 def read_shared(route: Route, plan: Plan) -> int:
     """Let the target read every piece in place, in the memory of the source's processes.
 
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     handles = [layout.handles for layout in route.offered]
     has_to_share = None in handles
@@ -85,12 +84,7 @@ def read_shared(route: Route, plan: Plan) -> int:
 def read_gathered(route: Route, plan_of: Callable[[Sequence[Layout]], Plan]) -> int:
     """Gather whole tensors on every device, bucket by bucket; each target worker reads them on its own device.
 
-    Args:
-        route: both ends.
-        plan_of: returns the plan for a source of these layouts.
-
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     source, target = route.source, route.target
     ranks = {device: rank for rank, device in enumerate(source.devices)}
@@ -126,8 +120,7 @@ def _whole_places(route: Route) -> dict[str, Place]:
 def broadcast(route: Route, plan: Plan) -> int:
     """Broadcast every source rank's boxes in one process group of both engines' processes.
 
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     source, target, timeout = route.source, route.target, route.source.call_timeout
     senders = {source.handles[rank].process: rank for rank in route.copy.ranks}
@@ -154,11 +147,7 @@ def broadcast(route: Route, plan: Plan) -> int:
 
 
 def verify(route: Route, plan: Plan) -> None:
-    """Compare every piece at both ends before another program reads it, and look for non-finite weights.
-
-    Raises:
-        WeightSyncError: tensors differ, or arrived weights are not finite.
-    """
+    """Compare every piece at both ends before another program reads it, and look for non-finite weights."""
     target = route.target
     _compare(route, plan, route.targets, is_served=False)
     wrong = _apply(target, lambda worker: nonfinite_names(worker.parameter_shards()), "look for NaN", route.targets)
@@ -170,14 +159,7 @@ def verify(route: Route, plan: Plan) -> None:
 def prove(route: Route, plan: Plan, target: Engine) -> None:
     """Compare what an engine serves after a sync with what was sent. What is not compared is told once.
 
-    Args:
-        route: both ends.
-        plan: the pieces that were written.
-        target: the engine, which gets a `proof`. It refuses to serve if it serves something else.
-
-    Raises:
-        WeightSyncError: tensors or versions differ.
-        WorkerError: a worker was lost that is not replaced.
+    `target`: the engine, which gets a `proof`. It refuses to serve if it serves something else.
     """
     members, last, target.proof = target.members, target.proof, None
     ranks = [rank for copy in members for rank in copy.ranks if rank in route.targets]
@@ -203,11 +185,7 @@ def prove(route: Route, plan: Plan, target: Engine) -> None:
 def _compare(
     route: Route, plan: Plan, ranks: Iterable[int], is_served: bool, version: int | None = None
 ) -> tuple[list[Served], str]:
-    """Return the answers of the receiving workers, and a digest of what was sent to them.
-
-    Raises:
-        WeightSyncError: the message names what differs on each worker.
-    """
+    """Return the answers of the receiving workers, and a digest of what was sent to them."""
     source, target, first = route.source, route.target, route.copy.ranks[0]
     answers = _apply(target, held_digests, "digest weights", ranks, lambda rank: (plan[rank], is_served))
     asked: list[dict[Any, Any]] = [{} for _ in route.offered]
@@ -288,12 +266,7 @@ def _apply(
 def copy_weights(source: WorkerSet, target: WorkerSet) -> int:
     """Copy the weights of a replica that serves into one that does not yet. Each source worker pauses for a bucket.
 
-    Args:
-        source: workers of the one replica.
-        target: workers of the other one, of the same group and as many.
-
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     group = source.group
     pairs = list(zip(source.ranks, target.ranks, strict=True))
@@ -317,14 +290,7 @@ def copy_weights(source: WorkerSet, target: WorkerSet) -> int:
 def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, pieces: list[Piece]) -> int:
     """Send, or receive, one bucket.
 
-    Args:
-        giver: the worker that serves, in its process.
-        taker: the worker that joins, in its process.
-        plan: the bucket and the process group.
-        pieces: pieces of the bucket.
-
-    Returns:
-        The number of bytes written.
+    Returns the number of bytes written.
     """
     shards = None if giver is None else giver.parameter_shards
     source: Any = shards and SimpleNamespace(parameter_shards=shards, served_shards=shards)  # of its own weights
@@ -332,11 +298,7 @@ def hand_over(giver: Worker | None, taker: Worker | None, plan: Broadcast, piece
 
 
 def _pair_plan(group: WorkerGroup, giver: int, taker: int) -> tuple[Broadcast, list[Piece]]:
-    """Return the buckets and pieces of everything that two workers of equal rank hold.
-
-    Raises:
-        WeightSyncError: they do not hold the same.
-    """
+    """Return the buckets and pieces of everything that two workers of equal rank hold."""
     offered, wanted = _apply(group, transport.describe, "describe weights", (giver, taker), lambda _: (False, False))
     if offered != wanted:
         raise WeightSyncError(f"{group.describe(taker)} does not hold the same parts as {group.describe(giver)}")

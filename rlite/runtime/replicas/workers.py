@@ -137,8 +137,7 @@ class Resident(Protocol):
     def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Call a declared method on all workers with the same arguments.
 
-        Returns:
-            The workers' results, in rank order.
+        Returns the workers' results, in rank order.
         """
 
     def to_device(self, what: Part) -> None:
@@ -190,19 +189,11 @@ class WorkerSet(Resident):
             self.group.mark_lost(self.ranks, error)
 
     def call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        """Call a declared method on all workers with the same arguments.
-
-        Returns:
-            The workers' results, in rank order.
-        """
+        """Call a declared method on all workers with the same arguments."""
         return self.group.call(method.__name__, [(args, kwargs)] * self.size, self.ranks, self.timeout)
 
     def ask(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a declared method once, with the arguments on the ranks that `choice` names.
-
-        Returns:
-            The result of rank `choice.returns`.
-        """
+        """Call a declared method once, with the arguments on the ranks that `choice` names."""
         assert not kwargs, "a rank that receives nothing gets None for each positional argument"
         calls: list[Any] = [(each, {}) for each in self.choice.deal(args, self.size)]
         return self.group.call(method.__name__, calls, self.ranks, self.timeout)[self.choice.returns]
@@ -218,16 +209,8 @@ class WorkerSet(Resident):
     ) -> list[Any]:
         """Call a declared method on all workers, where each `num_peers` neighbours do the same work.
 
-        Args:
-            method: the method.
-            calls: arguments for each group of peers, or for each of equal parts of each group.
-            num_peers: number of neighbours; `choice` names the ranks among them with arguments and results.
-            what: name of the call in messages.
-            timeout: seconds; None is the session's `call_timeout`.
-            has_own_statistics: whether peers of different calls record different statistics.
-
-        Returns:
-            One result for each group of peers.
+        `num_peers`: number of neighbours; `choice` names the ranks among them with arguments and results. `timeout`:
+        seconds; None is the session's `call_timeout`. Returns one result for each group of peers.
         """
         size = self.size // len(calls)
         dealt: list[Any] = [(args, {}) for call in calls for args in self.choice.deal(call, size)]
@@ -249,12 +232,7 @@ def on_each_process(
 ) -> None:
     """Call a function once in every process that hosts one of the workers.
 
-    Args:
-        workers: group and rank of each worker.
-        function: pickled by value if necessary.
-        args: its arguments.
-        what: name of the call in messages.
-        timeout: seconds; None is the session's `call_timeout`.
+    `timeout`: seconds; None is the session's `call_timeout`.
     """
     hosts = {group.handles[rank].process: (group, rank) for group, rank in workers}
     groups = list(dict.fromkeys(group for group, _ in hosts.values()))
@@ -266,15 +244,7 @@ def on_each_process(
 def together(residents: Iterable[R], act: Callable[[R], T]) -> list[T]:
     """Run an action on several residents in parallel and wait for all.
 
-    Args:
-        residents: usually the replicas of an engine, or their numbers.
-        act: action; runs in a separate thread for each resident.
-
-    Returns:
-        The results, in order.
-
-    Raises:
-        Exception: the first failure in order, raised after all have ended.
+    `act`: action; runs in a separate thread for each resident.
     """
     residents = list(residents)
     if len(residents) == 1:

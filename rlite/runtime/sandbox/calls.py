@@ -100,10 +100,7 @@ class Code:
     def of(cls, function: Callable[..., Any], finish: Callable[[Any], Any] = same, **options: Any) -> Code:
         """Return the code of a function.
 
-        Args:
-            function: the user's function. It is pickled by cloudpickle.
-            finish: function applied in the sandbox process to the return value of `function`.
-            **options: values of further fields.
+        `function`: the user's function. It is pickled by cloudpickle.
         """
         blob = cloudpickle.dumps((function, finish))
         return cls(hashlib.blake2b(blob, digest_size=16).digest(), blob, **options)
@@ -168,12 +165,7 @@ class Call:
             self.future.set_result(self.result)
 
     def fail(self, outcome: str, text: str) -> None:
-        """Raise the error of an outcome in the caller.
-
-        Args:
-            outcome: kind of failure, a key of the function's error classes.
-            text: error message.
-        """
+        """Raise the error of an outcome in the caller."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(self.code.errors[outcome](text))
 
@@ -181,9 +173,7 @@ class Call:
 def take_chunk(queue: deque[Call], most: int) -> list[Call]:
     """Return one call from the queue, or several quick calls with the same memory limit.
 
-    Args:
-        queue: waiting calls. The returned calls are removed from it, and cancelled or refused calls too.
-        most: number of calls to take at most.
+    `queue`: waiting calls. The returned calls are removed from it, and cancelled or refused calls too.
     """
     taken: list[Call] = []
     seconds = 0.0
@@ -201,8 +191,7 @@ def take_chunk(queue: deque[Call], most: int) -> list[Call]:
 def ending(code: int) -> str:
     """Return a description of how a process ended.
 
-    Args:
-        code: exit code. A negative code is a signal's number.
+    `code`: exit code. A negative code is a signal's number.
     """
     if code >= 0:
         return f"ended with exit code {code}"

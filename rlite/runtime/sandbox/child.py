@@ -135,11 +135,7 @@ class ProcessState:
     def restore(self) -> bool:
         """Restore what has changed.
 
-        Returns:
-            Whether anything had changed.
-
-        Raises:
-            OSError: a setting cannot be restored, or the started processes fork faster than they can be killed.
+        Returns whether anything had changed.
         """
         if not end_descendants(self._keep_children):
             raise OSError("processes that it has started fork faster than they can be ended")
@@ -192,8 +188,7 @@ def _are_same(names: dict[str, Any], saved: dict[str, Any]) -> bool:
 def _restore_names(names: dict[str, Any], saved: dict[str, Any]) -> bool:
     """Restore functions, classes and modules, and adopt other values.
 
-    Returns:
-        Whether anything was restored.
+    Returns whether anything was restored.
     """
     gone = object()
     wrong = {
@@ -299,14 +294,7 @@ def same(value: Any) -> Any:
 
 
 def serve(driver: int, descriptor: int, prints: int, is_silent: bool) -> None:
-    """Answer calls from a socket until its other end is closed.
-
-    Args:
-        driver: process id of the program at the other end.
-        descriptor: file descriptor of the socket.
-        prints: file descriptor of the file for what calls print.
-        is_silent: keep what calls print there, and discard it elsewhere.
-    """
+    """Answer calls from a socket until its other end is closed."""
     os.set_inheritable(descriptor, False)
     lacking = confine(driver)
     with os.fdopen(descriptor, "r+b", buffering=0) as channel, open(descriptor, "rb", closefd=False) as chunks:
@@ -344,10 +332,7 @@ class Server:
     def run(self, new: dict[bytes, bytes], memory_limit: int | None, calls: list[CallMessage]) -> None:
         """Run one chunk of calls.
 
-        Args:
-            new: pickled functions that the process does not hold yet, by key.
-            memory_limit: resident bytes that the process may have; None for no limit.
-            calls: messages of the calls, in order.
+        `memory_limit`: resident bytes that the process may have; None for no limit.
         """
         self._blobs.update(new)
         self._prints.begin(calls[0][0], is_first=True)  # what imports print is of the first call
@@ -377,8 +362,7 @@ class Server:
     def _load(self, keys: set[bytes]) -> dict[bytes, BaseException]:
         """Load functions before the calls, so changes made by their imports stay.
 
-        Returns:
-            The exceptions of functions that failed to load, by key.
+        Returns the exceptions of functions that failed to load, by key.
         """
         broken: dict[bytes, BaseException] = {}
         for key in keys:
@@ -467,15 +451,7 @@ class Server:
             self.say(*_failure(error))
 
     def say(self, kind: str, value: Any) -> None:
-        """Write one frame about the current call.
-
-        Args:
-            kind: kind of the frame, such as VALUE.
-            value: the frame's value.
-
-        Raises:
-            WireError: the value has no form on the wire, or is too long.
-        """
+        """Write one frame about the current call."""
         self._send(wire.frame([kind, self._number, value], self._limit))
 
     def _send(self, frame: bytes) -> None:

@@ -73,12 +73,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 def refuse_calls(own: int, protected: Collection[int] = ()) -> bool:
     """Refuse system calls on other processes in this process, and in all processes that it starts from now on.
 
-    Args:
-        own: process id of this process.
-        protected: process ids, negative for process groups, that must receive no signal.
-
-    Returns:
-        Whether the kernel applies the filter. It may have no seccomp; on other architectures there is no filter.
+    Returns whether the kernel applies the filter. It may have no seccomp; on other architectures there is no filter.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES or struct.calcsize("P") != 8:
@@ -93,13 +88,7 @@ def refuse_calls(own: int, protected: Collection[int] = ()) -> bool:
 
 
 def filter_program(machine: str, own: int, protected: Collection[int] = ()) -> list[Instruction]:
-    """Return the filter's instructions. Calls of another architecture, or of x32, do not exist for the process.
-
-    Args:
-        machine: `x86_64` or `aarch64`.
-        own: process id of the process.
-        protected: process ids, negative for process groups, that must receive no signal.
-    """
+    """Return the filter's instructions. Calls of another architecture, or of x32, do not exist for the process."""
     architecture, place = _ARCHITECTURES[machine]
     program = [(_LOAD, 0, 0, _ARCHITECTURE), (_IS_EQUAL, 1, 0, architecture), *_fail(errno.ENOSYS)]
     program += [(_LOAD, 0, 0, _NUMBER), (_IS_AT_LEAST, 0, 1, _FOREIGN_TABLE), *_fail(errno.ENOSYS)]
@@ -176,11 +165,8 @@ def writable_paths() -> list[str]:
 def restrict(writable: Sequence[str] = ()) -> bool:
     """Let this process read, trace and signal only processes that it starts.
 
-    Args:
-        writable: paths below which it may open files for writing; empty: wherever it may now.
-
-    Returns:
-        Whether the kernel refuses this process's signals to all other processes.
+    `writable`: paths below which it may open files for writing; empty: wherever it may now. Returns whether the kernel
+    refuses this process's signals to all other processes.
     """
     abi = version()
     if abi < 1:
@@ -230,9 +216,7 @@ def passed_environment(environment: Mapping[str, str], further: Collection[str] 
 
     Variables that bind threads to cores do not pass: they name the driver's cores, and a process may bind no thread.
 
-    Args:
-        environment: all variables. Variables that describe the machine and its numerics pass.
-        further: names of further variables that pass.
+    `environment`: all variables. Variables that describe the machine and its numerics pass.
     """
     return {name: value for name, value in environment.items() if name in further or _PASSED.fullmatch(name)}
 
@@ -242,11 +226,7 @@ def confine(driver: int) -> str:
 
     The process ends before its parent if memory runs out, ends with its parent, and cannot touch other processes.
 
-    Args:
-        driver: process id of the program that asks for the calls.
-
-    Returns:
-        The protections that the kernel lacks, in words; empty if it has all.
+    Returns the protections that the kernel lacks, in words; empty if it has all.
     """
     with contextlib.suppress(OSError):  # when memory runs out, Linux shall end this process, not its driver
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
@@ -330,11 +310,7 @@ def end_descendants(kept: Callable[[], Collection[int]] = tuple) -> bool:
 
     Processes that fork while they are killed are found in a later pass, as orphans.
 
-    Args:
-        kept: returns the process ids of the children to keep.
-
-    Returns:
-        Whether all other processes have ended.
+    Returns whether all other processes have ended.
     """
     was_empty = False
     for _ in range(MAX_PASSES):
@@ -361,10 +337,6 @@ def keep(driver: int, descriptor: int) -> None:
     """Return in a new child, the sandbox process. This process becomes its keeper, and ends as the child ends.
 
     On systems other than Linux, return without a keeper.
-
-    Args:
-        driver: process id of the parent.
-        descriptor: file descriptor that only the child holds.
     """
     if sys.platform != "linux":
         return
@@ -398,12 +370,7 @@ def _is_refused(pid: int) -> bool:
 def _end_all(child: int, is_scoped: bool) -> int:
     """Kill all descendants of this process.
 
-    Args:
-        child: process id of the child whose exit code is wanted.
-        is_scoped: this process can signal only its descendants.
-
-    Returns:
-        The exit code of the child.
+    Returns the exit code of the child.
     """
     os.kill(-1 if is_scoped else child, signal.SIGKILL)  # an ended child keeps its exit code
     _, status = os.waitpid(child, 0)

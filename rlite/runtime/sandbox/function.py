@@ -85,15 +85,7 @@ class SandboxFunction:
             raise ConfigError(f"{what} {fn!r} cannot be sent to another process ({error}); {remedy}") from error
 
     async def call(self, /, **keywords: Any) -> Any:
-        """Return the unchecked answer to a call with these arguments.
-
-        Args:
-            **keywords: arguments of the function.
-
-        Raises:
-            SandboxError: the call failed. The class is the entry of `errors` for the outcome.
-            DataError: the arguments cannot be pickled.
-        """
+        """Return the unchecked answer to a call with these arguments."""
         try:
             arguments = _pickled(keywords)
         except Exception as error:
@@ -110,13 +102,7 @@ class SandboxFunction:
 
         The process may have answered any value that the wire carries.
 
-        Args:
-            read: converts the answer. It returns None if the answer has the wrong form.
-            **keywords: arguments of the function.
-
-        Raises:
-            SandboxError: the call failed. The class is the entry of `errors` for the outcome.
-            DataError: the arguments cannot be pickled.
+        `read`: converts the answer. It returns None if the answer has the wrong form.
         """
         code = self._code
         with trace.task(code.what.removeprefix("the ")):
@@ -130,16 +116,7 @@ class SandboxFunction:
 async def limited(what: str, timeout: float | None, errors: ErrorKinds = SANDBOX_ERRORS) -> AsyncIterator[None]:
     """Await user code inside a `with` block in this process, and convert its exceptions.
 
-    Args:
-        what: name of the user code in error messages.
-        timeout: seconds; None for no limit.
-        errors: the error class of each outcome.
-
-    Yields:
-        None.
-
-    Raises:
-        SandboxError: the user code raised an exception, or did not end in time.
+    `timeout`: seconds; None for no limit.
     """
     try:
         async with asyncio.timeout(timeout) as limit:
@@ -157,17 +134,9 @@ def stream(
 
     The process has the environment variables, the standard output and the standard error of this process.
 
-    Args:
-        function: the generator function. It must yield within STREAM_TIMEOUT.
-        what: name of the function in error messages.
-        is_kept: run all such calls in one process, whose output is discarded. Else the process is of this call only.
-        **keywords: arguments of the function.
-
-    Returns:
-        The return value of the generator function.
-
-    Raises:
-        SandboxError: the generator raised an exception, hung, or ended its process.
+    `function`: the generator function. It must yield within STREAM_TIMEOUT. `is_kept`: run all such calls in one
+    process, whose output is discarded. Else the process is of this call only. Returns the return value of the generator
+    function.
     """
     pieces: SimpleQueue[Any] = SimpleQueue()
     end = object()

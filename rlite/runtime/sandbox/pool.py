@@ -108,9 +108,7 @@ class Worker:
     def start(cls, env_vars: Collection[str], is_silent: bool) -> Worker:
         """Return a newly started process.
 
-        Args:
-            env_vars: names of environment variables that the process receives in addition to the common ones.
-            is_silent: keep what calls print for the driver. Else the process prints where the driver does.
+        `is_silent`: keep what calls print for the driver. Else the process prints where the driver does.
         """
         ours, theirs = socket.socketpair()
         prints_fd, paths = prints.new_file(), [path or os.getcwd() for path in sys.path]
@@ -150,15 +148,8 @@ class Worker:
     def take(self, message: Any) -> str | None:
         """Handle one frame.
 
-        Args:
-            message: the frame's decoded value.
-
-        Returns:
-            The kind of the frame if the pool has to act: READY, VALUE (also for RAISED), MEMORY, ENDED or JUDGED.
-                Otherwise None.
-
-        Raises:
-            WireError: the frame is unexpected.
+        Returns the kind of the frame if the pool has to act: READY, VALUE (also for RAISED), MEMORY, ENDED or JUDGED.
+        Otherwise None.
         """
         call = self.calls[0] if self.calls else None
         due = None if call is None else call.number
@@ -208,8 +199,7 @@ class Worker:
     def end(self) -> int:
         """Kill the process and everything that it started, without leaving a zombie.
 
-        Returns:
-            The exit code of the process.
+        Returns the exit code of the process.
         """
         self.channel.close()
         os.close(self.prints_fd)
@@ -297,12 +287,7 @@ def time_failure(worker: Worker, now: float) -> Failure | None:
 
 
 def out_of_memory(call: Call, how: str) -> Failure:
-    """Return the failure of a call that took too much memory.
-
-    Args:
-        call: the call.
-        how: the observed use of memory, for the message.
-    """
+    """Return the failure of a call that took too much memory."""
     limit = "" if call.memory_limit is None else f" of at most {call.memory_limit / 2**30:g} GiB"
     return "memory", f"{call.code.what} ran out of memory{limit}: {how}; its process was killed"
 
@@ -338,14 +323,7 @@ class SandboxPool:
         self._thread.start()
 
     def submit(self, call: Call) -> Future[Any]:
-        """Queue one call. Safe in any thread.
-
-        Returns:
-            The call's future.
-
-        Raises:
-            RliteError: the pool has stopped.
-        """
+        """Queue one call. Safe in any thread."""
         with self._lock:
             if self._failure is not None:
                 raise RliteError("the sandbox has stopped") from self._failure
@@ -498,12 +476,7 @@ class SandboxPool:
     def _lost(self, worker: Worker, how: str = "") -> None:
         """Kill a process that ended itself, closed its channel, sent an invalid frame, or is late outside of a call.
 
-        Args:
-            worker: the process.
-            how: what happened to it; default: its exit code.
-
-        Raises:
-            RliteError: processes cannot be started.
+        `how`: what happened to it; default: its exit code.
         """
         if worker not in self._workers:
             return
@@ -571,12 +544,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool(num_processes: int, env_vars: frozenset[str] = frozenset()) -> SandboxPool:
-    """Return this program's pool whose processes have these environment variables.
-
-    Args:
-        num_processes: number of processes that the pool has room for, at least.
-        env_vars: names of environment variables that processes receive in addition to the common ones.
-    """
+    """Return this program's pool whose processes have these environment variables."""
     with _shared_lock:
         pool = _shared.get(env_vars)
         if pool is None or not pool.is_usable:

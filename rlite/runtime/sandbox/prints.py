@@ -59,12 +59,7 @@ class PrintStream(io.RawIOBase):
         sys.stdout = sys.stderr = text
 
     def begin(self, number: int, is_first: bool = False) -> None:
-        """Keep what the call of this number prints from now on.
-
-        Args:
-            number: number of the call.
-            is_first: forget the calls before.
-        """
+        """Keep what the call of this number prints from now on."""
         self._number, self._room = number, MOST
         if is_first:
             _USED.pack_into(self._memory, 0, _USED.size)
@@ -113,11 +108,7 @@ _listeners: list[Callable[[str, str], None]] = []
 
 
 def listen(listener: Callable[[str, str], None] | None) -> None:
-    """Let a listener take what calls print, in place of the listener before.
-
-    Args:
-        listener: called in the task of a call with the name of the function and the text.
-    """
+    """Let a listener take what calls print, in place of the listener before."""
     _listeners[:] = [] if listener is None else [listener]
 
 

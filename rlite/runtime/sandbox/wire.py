@@ -34,12 +34,7 @@ class WireError(ValueError):
 def frame(value: Any, limit: int) -> bytes:
     """Return the frame of a value.
 
-    Args:
-        value: the value to encode.
-        limit: maximum number of raw bytes.
-
-    Raises:
-        WireError: the value has no form in the format, or the frame would be too long.
+    `limit`: maximum number of raw bytes.
     """
     raw: list[bytes] = []
     text = _encode(_packed(value, raw, MAX_DEPTH)).encode()
@@ -69,11 +64,7 @@ def _packed(value: Any, raw: list[bytes], depth: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of NumPy or torch, or an instance of a subclass, as the plain Python value.
-
-    Raises:
-        WireError: the value has no form in JSON.
-    """
+    """Return a scalar of NumPy or torch, or an instance of a subclass, as the plain Python value."""
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     for kind in (str, int, float):
@@ -103,11 +94,7 @@ class Reader:
     def read(self, data: bytes) -> Iterator[Any]:
         """Yield the complete values, one by one.
 
-        Args:
-            data: bytes received since the last call.
-
-        Raises:
-            WireError: a frame is invalid.
+        `data`: bytes received since the last call.
         """
         self._buffer += data
         while len(self._buffer) >= HEADER.size:
@@ -149,11 +136,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 
 def _unpack(value: Any, raw: io.BytesIO, depth: int) -> Any:
-    """Return a decoded value. The raw bytes are read in order.
-
-    Raises:
-        WireError: the value breaks the format.
-    """
+    """Return a decoded value. The raw bytes are read in order."""
     kind = type(value)
     if kind is list and depth:
         return [_unpack(item, raw, depth - 1) for item in value]

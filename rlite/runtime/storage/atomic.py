@@ -47,12 +47,7 @@ def _staging_of(path: Path) -> Path:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Record]:
-    """Return size and SHA-256 hash of each file, hashing several pieces in parallel.
-
-    Args:
-        folder: the folder of the files.
-        names: paths of the files, relative to `folder`.
-    """
+    """Return size and SHA-256 hash of each file, hashing several pieces in parallel."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, PIECE_BYTES)]
     digests: dict[str, Any] = {name: hashlib.sha256() for name in sizes}
@@ -66,10 +61,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Record]:
 def seal(folder: Path, facts: Mapping[str, Any], known: Mapping[str, Record] | None = None) -> None:
     """Write the facts, then the manifest with size and hash of every file, and sync all of it to disk.
 
-    Args:
-        folder: the staging folder.
-        facts: values for readers of the checkpoint; JSON must be able to hold them.
-        known: records of files that their writer has already hashed and synced.
+    `facts`: values for readers of the checkpoint; JSON must be able to hold them.
     """
     (folder / FACTS).write_text(json.dumps(dict(facts), indent=2))
     known = dict(known or {})
@@ -110,12 +102,7 @@ def discard(path: Path) -> None:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Return the facts of a checkpoint after checking every file against the manifest.
-
-    Raises:
-        CheckpointError: the folder does not exist.
-        DamagedCheckpointError: a file is missing, cut short or changed; the message names the file.
-    """
+    """Return the facts of a checkpoint after checking every file against the manifest."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     files = _read_manifest(path)
@@ -171,8 +158,7 @@ def _hash(file: Path, start: int) -> bytes:
 def _exchange(one: Path, other: Path) -> bool:
     """Swap two folders atomically (Linux only).
 
-    Returns:
-        False if the system cannot.
+    Returns False if the system cannot.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

@@ -24,13 +24,7 @@ COMPANIONS = ("generation_config.json", "*processor_config.json")
 
 
 def copy_companions(origin: Path, folder: Path, tokenizer: Path | None = None) -> None:
-    """Copy the files beside the weights that a program needs to use a model.
-
-    Args:
-        origin: folder of the original checkpoint.
-        folder: folder of the new one.
-        tokenizer: another folder whose tokenizer the new checkpoint has.
-    """
+    """Copy the files beside the weights that a program needs to use a model."""
     for source, patterns in ((origin, COMPANIONS), (tokenizer or origin, TOKENIZER_FILES)):
         for file in (file for pattern in patterns for file in source.glob(pattern) if file.is_file()):
             place = folder / file.relative_to(source)
@@ -58,10 +52,7 @@ class Writer:
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
         """Add a tensor; it is written when the current file is full.
 
-        Args:
-            name: its name in the checkpoint.
-            tensor: the whole tensor.
-            dtype: dtype of this tensor; None is that of the writer.
+        `dtype`: dtype of this tensor; None is that of the writer.
         """
         if (dtype := dtype or self._dtype) is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
@@ -75,10 +66,7 @@ class Writer:
     def add_config(self, config: Any, architecture: str, origin: Path | None) -> None:
         """Write the model's config with the name of its transformers class, and copy companion files.
 
-        Args:
-            config: the transformers config.
-            architecture: name of the transformers class that opens the checkpoint.
-            origin: folder of the original checkpoint; its tokenizer and similar files are copied. None copies nothing.
+        `origin`: folder of the original checkpoint; its tokenizer and similar files are copied. None copies nothing.
         """
         config = copy.deepcopy(config)
         for part in (config, config.get_text_config()):  # what is written is plain

@@ -16,12 +16,7 @@ MAX_SECRET = 4096
 def read_secret(file: Path, option: str) -> str:
     """Return the content of a file without white space around it.
 
-    Args:
-        file: the file, which its owner alone may read; no link.
-        option: name of the option that names the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or others can read it.
+    `file`: the file, which its owner alone may read; no link.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -38,17 +33,7 @@ def read_secret(file: Path, option: str) -> str:
 def find_secret(
     variable: str, file: str | None, option: str, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Return a secret of a variable, or else of a file; None if there is neither.
-
-    Args:
-        variable: name of the variable.
-        file: the file, as for `read_secret`.
-        option: name of the option that names the file.
-        environment: variables of the process.
-
-    Raises:
-        ConfigError: the file cannot be read, or others can read it.
-    """
+    """Return a secret of a variable, or else of a file; None if there is neither."""
     if (found := environment.get(variable)) is not None:
         return found.strip()
     return None if file is None else read_secret(Path(file).expanduser(), option)

@@ -58,15 +58,7 @@ UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, Lookup
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Convert read errors inside the block to DamagedCheckpointError with the file's name.
-
-    Yields:
-        None.
-
-    Raises:
-        CheckpointError: as raised inside the block.
-        DamagedCheckpointError: the file cannot be read, or holds a value that no checkpoint of rlite holds.
-    """
+    """Convert read errors inside the block to DamagedCheckpointError with the file's name."""
     try:
         yield
     except CheckpointError:
@@ -78,11 +70,7 @@ def naming(file: Path) -> Iterator[None]:
 
 
 def load_values(file: Path) -> dict[str, Any]:
-    """Return tensors and plain values that `torch.save` wrote.
-
-    Raises:
-        DamagedCheckpointError: the file cannot be read safely.
-    """
+    """Return tensors and plain values that `torch.save` wrote."""
     with naming(file):
         values = torch.load(file, weights_only=True)
         expect(isinstance(values, dict), f"expected a dict, found {type(values).__name__}")
@@ -105,11 +93,7 @@ class JsonWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's part.
 
-        Returns:
-            The future of torch's own writer.
-
-        Raises:
-            OSError: the write failed; the message gives the reason, where torch gives only a position in the file.
+        Returns the future of torch's own writer.
         """
         try:
             return super().write_data(plan, planner)
@@ -132,15 +116,7 @@ class JsonReader(FileSystemReader):
     """Reader of checkpoints that `JsonWriter` wrote."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> contents.Metadata:
-        """Read the table of contents.
-
-        Returns:
-            torch's Metadata.
-
-        Raises:
-            DamagedCheckpointError: the table cannot be read.
-            CheckpointError: the checkpoint is of an old version whose table is a pickle.
-        """
+        """Read the table of contents."""
         file = Path(self.path) / METADATA
         if not file.exists() and file.with_name(OLD_METADATA).exists():
             raise CheckpointError(
@@ -159,8 +135,7 @@ class JsonReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Read one file at a time, so that an error names its file.
 
-        Returns:
-            A future that is done.
+        Returns a future that is done.
         """
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -260,14 +235,9 @@ def snapshot(
 ) -> Snapshot:
     """Collect the state of one rank.
 
-    Args:
-        trained: the module and its optimizer.
-        is_copied: copy the state to host memory, so that training may go on while it is written.
-        memory: host memory to copy to; an earlier snapshot there is overwritten. None allocates.
-        accumulated: plain values and tensors that belong to the gradients; `load` returns them.
-
-    Returns:
-        The state; without a copy it refers to the live tensors.
+    `memory`: host memory to copy to; an earlier snapshot there is overwritten. None allocates. `accumulated`: plain
+    values and tensors that belong to the gradients; `load` returns them. Returns the state; without a copy it refers to
+    the live tensors.
     """
     module, optimizer, scheduler, averages = trained
     stepped = _with_state(module, optimizer)
@@ -294,16 +264,7 @@ def start_writing(
 ) -> Future[None]:
     """Start to write this rank's part into `folder`; rank 0 then seals the folder and renames it to `path`.
 
-    Args:
-        state: the rank's snapshot.
-        folder: the staging folder, the same on every rank.
-        path: the final folder.
-        facts: values for the checkpoint's readers.
-        rank: this rank in `group`.
-        group: a process group of all ranks that nothing but writes use.
-
-    Returns:
-        A future. It raises CheckpointError on every rank if one rank could not write; `path` is then unchanged.
+    Returns a future. It raises CheckpointError on every rank if one rank could not write; `path` is then unchanged.
     """
 
     def write() -> None:
@@ -336,8 +297,7 @@ def _gather(outcome: dict[str, Any] | str, group: dist.ProcessGroup) -> dict[str
 def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] | str:
     """Write the rank's own file.
 
-    Returns:
-        Hashes of all files that this rank wrote, or the reason of a failure as text: peers wait for an answer.
+    Returns hashes of all files that this rank wrote, or the reason of a failure as text: peers wait for an answer.
     """
     try:
         file = folder / f"rank-{rank}.pt"
@@ -353,17 +313,7 @@ def _write_own(own: dict[str, Any], folder: Path, rank: int) -> dict[str, Any] |
 def load(folder: Path, trained: Trained, rank: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Read a checkpoint into this layout. Extra ranks keep their own random state.
 
-    Args:
-        folder: the checkpoint.
-        trained: the module that takes the weights, and its optimizer.
-        rank: this rank in `group`.
-        group: the process group of all ranks that read.
-
-    Returns:
-        `accumulated` of the snapshot; empty for a checkpoint of an earlier version.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, and nothing was changed; or it could not be read.
+    Returns `accumulated` of the snapshot; empty for a checkpoint of an earlier version.
     """
     file = folder / f"rank-{rank}.pt"
     own = load_values(file if file.exists() else folder / "rank-0.pt")
@@ -400,12 +350,7 @@ def pack(state: Snapshot) -> bytes:
 def unpack(packed: bytes, trained: Trained) -> dict[str, Any]:
     """Continue from a snapshot of the same rank of the same layout.
 
-    Args:
-        packed: result of `pack`.
-        trained: the module that takes the weights, and its optimizer.
-
-    Returns:
-        `accumulated` of the snapshot.
+    Returns `accumulated` of the snapshot.
     """
     saved = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)  # executes nothing
     own = saved["own"]
@@ -426,13 +371,7 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _take(own: Mapping[str, Any], read: Callable[[dict[str, Any]], None], trained: Trained) -> None:
-    """Restore a module and its optimizer from a state.
-
-    Args:
-        own: the rank's own part of it.
-        read: fills the tensors that all ranks share.
-        trained: the module that takes the weights, and its optimizer.
-    """
+    """Restore a module and its optimizer from a state."""
     module, optimizer, scheduler, averages = trained
     module.zero_grad(set_to_none=True)
     for name in own["gradients"]:
@@ -504,11 +443,7 @@ def _settings(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 
 def _check_model(folder: Path, module: nn.Module) -> None:
-    """Compare names and shapes of the checkpoint's tensors with the module's.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Compare names and shapes of the checkpoint's tensors with the module's."""
     entries = JsonReader(folder).read_metadata().state_dict_metadata
     saved = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
     for name, value in states.get_model_state_dict(module).items():

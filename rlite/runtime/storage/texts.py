@@ -63,11 +63,7 @@ class FileStore:
             return None
 
     def save(self, name: str, text: str) -> None:
-        """Replace the text of a name.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Replace the text of a name."""
         path = self._path(name)
         with writing(path):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,11 +83,7 @@ class FileStore:
 
 
 def check_name(name: str) -> None:
-    """Check that a name is valid for a file and for a Ray actor.
-
-    Raises:
-        ConfigError: the name is not valid.
-    """
+    """Check that a name is valid for a file and for a Ray actor."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         expected = "expected 1 to 100 letters, digits, '.', '_' or '-', with a letter or digit first"
         raise ConfigError(f"job name {name!r}: {expected}")

@@ -67,11 +67,7 @@ class ControlService:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """Hold `close` back during calls of Ray's functions, which would start another Ray if this one has ended.
-
-        Raises:
-            WorkerError: Ray has ended.
-        """
+        """Hold `close` back during calls of Ray's functions, which would start another Ray if this one has ended."""
         with self._use:
             if self._is_closed or self.is_gone:
                 raise WorkerError("the connection to Ray has ended")
@@ -116,15 +112,7 @@ class RayConnection:
     ) -> None:
         """Use the connection that the process has, or join a running cluster, or start Ray for this program only.
 
-        Args:
-            device: kind of the devices.
-            num_devices: CPU slots of a Ray that is started.
-            address: address of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left here.
-            may_start: start Ray if no cluster runs, or if one that was not asked for does not answer.
-
-        Raises:
-            ConfigError: no cluster runs, and none may be started.
-            WorkerError: Ray did not start.
+        `address`: address of a running cluster; default: RAY_ADDRESS, or a cluster that `ray start` left here.
         """
         self._guard: Guard | None = None
         check_version(ray.__version__)
@@ -149,8 +137,7 @@ class RayConnection:
     def close(self, is_sound: bool = True) -> None:
         """Disconnect, and end Ray if this connection started it. Safe to call again.
 
-        Args:
-            is_sound: Ray's control service is alive; otherwise Ray would wait for each of its processes.
+        `is_sound`: Ray's control service is alive; otherwise Ray would wait for each of its processes.
         """
         guard, self._guard = self._guard, None
         if guard is not None and not is_sound:
@@ -163,11 +150,7 @@ class RayConnection:
 
 
 def check_version(version: str) -> None:
-    """Refuse a Ray whose local clusters serve anyone who reaches their ports.
-
-    Raises:
-        ConfigError: the version is too old.
-    """
+    """Refuse a Ray whose local clusters serve anyone who reaches their ports."""
     if tuple(map(int, version.split(".")[:2])) < AUTHENTICATES_SINCE:
         since = ".".join(map(str, AUTHENTICATES_SINCE))
         raise ConfigError(
@@ -179,15 +162,8 @@ def check_version(version: str) -> None:
 def _join(address: str | None, has_to_run: bool = False) -> bool:
     """Connect to the cluster at `address`, in RAY_ADDRESS or started on this machine.
 
-    Args:
-        address: the address, or None.
-        has_to_run: do not wait for a cluster that starts.
-
-    Returns:
-        False if there is no cluster, or if one that was found by chance does not answer or refuses this program.
-
-    Raises:
-        ConfigError: no cluster answers at the address that was asked for.
+    `address`: the address, or None. Returns False if there is no cluster, or if one that was found by chance does not
+    answer or refuses this program.
     """
     asked = address or os.environ.get("RAY_ADDRESS")
     found = asked or _cluster_here()
@@ -210,11 +186,7 @@ def _join(address: str | None, has_to_run: bool = False) -> bool:
 
 
 def _show_token() -> None:
-    """Use the token that is there, as a Ray that is started does. A cluster without authentication ignores it.
-
-    Raises:
-        WorkerError: there is none, and RAY_AUTH_MODE asks for one; Ray's client would end the process.
-    """
+    """Use the token that is there, as a Ray that is started does. A cluster without authentication ignores it."""
     has_token = bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()) or TOKEN.exists()
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and not has_token:
         raise WorkerError(f"RAY_AUTH_MODE=token, and there is no token in RAY_AUTH_TOKEN or {TOKEN}")
@@ -225,14 +197,7 @@ def _show_token() -> None:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raise errors of Ray inside the block as one line. Ray reports time-outs of its start as plain exceptions.
-
-    Yields:
-        None.
-
-    Raises:
-        WorkerError: Ray raised an error.
-    """
+    """Raise errors of Ray inside the block as one line. Ray reports time-outs of its start as plain exceptions."""
     try:
         yield
     except Exception as error:
@@ -256,9 +221,6 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
     """Start Ray for this program only, in process groups of its own.
 
     A signal to this process's group, as `timeout` sends it, then reaches the program alone. It can still save.
-
-    Raises:
-        WorkerError: Ray did not start.
     """
     _make_token()
     cpus = (num_devices or default_cpu_slots(os.cpu_count() or 1)) if device == "cpu" else None
@@ -272,11 +234,7 @@ def _start(device: DeviceKind, num_devices: int | None) -> None:
 
 
 def _init_ray(**options: Any) -> None:
-    """Call `ray.init`, which replaces the handler of SIGTERM, and keep the program's handler if there is one.
-
-    Raises:
-        SystemExit: SIGTERM came, and the program has no handler.
-    """
+    """Call `ray.init`, which replaces the handler of SIGTERM, and keep the program's handler if there is one."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with _explained():

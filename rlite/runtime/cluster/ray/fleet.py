@@ -60,11 +60,7 @@ class Fleet:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold `close` back while something is registered with Ray, so that the end of the job includes it.
-
-        Raises:
-            RliteError: the job was closed.
-        """
+        """Hold `close` back while something is registered with Ray, so that the end of the job includes it."""
         with self._lock:
             if self._is_closed:
                 raise RliteError(f"job {self._job!r} has ended")
@@ -75,18 +71,7 @@ class Fleet:
     ) -> dict[int, Reserved]:
         """Reserve devices, or find those reserved under this name before. Each part is on one node.
 
-        Args:
-            name: name of the reservation within the job.
-            bundles: parts by number, with one bundle for each device.
-            avoid: ids of nodes to leave out.
-            timeout: seconds.
-
-        Returns:
-            The parts.
-
-        Raises:
-            PlacementError: the cluster does not give them in time.
-            error: RliteError, the job was closed.
+        `timeout`: seconds.
         """
         deadline = time.monotonic() + timeout
         known = self._placements(name)
@@ -130,18 +115,7 @@ class Fleet:
     ) -> Any:
         """Start a process.
 
-        Args:
-            name: its name within the job.
-            actor_class: class of `hosting`, or `HostActor`.
-            place: reservation and device; None: any node.
-            gpu_share: share of a GPU.
-            env: environment variables.
-
-        Returns:
-            The actor handle. The process may not run yet.
-
-        Raises:
-            error: RliteError, the job was closed.
+        `place`: reservation and device; None: any node. Returns the actor handle. The process may not run yet.
         """
         options: dict[str, Any] = {"num_gpus": gpu_share}
         if place is not None:
@@ -154,19 +128,7 @@ class Fleet:
             return self._named(name, actor_class, **options).remote()
 
     def start_on_node(self, name: str, node: str, factory: Callable[[], Any]) -> RayHandle:
-        """Start a process that Ray restarts, on a certain node, or find it.
-
-        Args:
-            name: its name within the job.
-            node: id of the node.
-            factory: makes the process's worker.
-
-        Returns:
-            The handle.
-
-        Raises:
-            error: RliteError, the job was closed.
-        """
+        """Start a process that Ray restarts, on a certain node, or find it."""
         actor = self.find(name)
         if actor is None:
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -176,11 +138,7 @@ class Fleet:
         return RayHandle(actor, f"{self._job}/{name}")
 
     def serve(self, factory: Callable[[], Any]) -> None:
-        """Start the job's service, which Ray restarts whenever it dies. `Service` talks to it.
-
-        Raises:
-            ConfigError: a job of this name has one.
-        """
+        """Start the job's service, which Ray restarts whenever it dies. `Service` talks to it."""
         made = self._named("master", HostActor, max_restarts=-1)
         try:
             made.remote(SERVICE_KEY, cloudpickle.dumps(factory))
@@ -224,11 +182,7 @@ class Service:
 
     @property
     def actor(self) -> Any:
-        """Ray actor handle of the service.
-
-        Raises:
-            JobNotFound: the job has no service.
-        """
+        """Ray actor handle of the service."""
         if (actor := Fleet(self._job).find("master")) is None:
             raise JobNotFound(f"job {self._job!r} does not run on this cluster")
         return actor
@@ -236,17 +190,7 @@ class Service:
     def ask(self, method: str, *args: Any, timeout: float = PATIENCE_S) -> Any:
         """Call a method of the service, again if the service is restarted meanwhile.
 
-        Args:
-            method: name of the method.
-            *args: its arguments.
-            timeout: seconds in all.
-
-        Returns:
-            The method's result.
-
-        Raises:
-            CallTimeout: no answer.
-            error: JobNotFound, the job has no service.
+        `timeout`: seconds in all.
         """
         deadline, died = time.monotonic() + timeout, None
         while (left := deadline - time.monotonic()) > 0:
@@ -297,22 +241,12 @@ def make_store(kind: str) -> StateStore:
 
 
 def keep_plan(job: str, submission: str, plan: Any) -> None:
-    """Keep the plan of a submission in Ray's key-value store, for a master that Ray restarts.
-
-    Args:
-        job: name of the job.
-        submission: its submission.
-        plan: the plan.
-    """
+    """Keep the plan of a submission in Ray's key-value store, for a master that Ray restarts."""
     _internal_kv_put(f"{job}/plan/{submission}", cloudpickle.dumps(plan), namespace=NAMESPACE)
 
 
 def kept_plan(job: str, submission: str) -> Any:
-    """Return the plan of a submission.
-
-    Raises:
-        RliteError: there is none.
-    """
+    """Return the plan of a submission."""
     plan = _internal_kv_get(f"{job}/plan/{submission}", namespace=NAMESPACE)
     if plan is None:
         raise RliteError("Ray's key-value store has lost the plan of the job")

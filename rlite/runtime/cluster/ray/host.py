@@ -37,10 +37,8 @@ class RayHost:
     def __init__(self, key: WorkerKey | None = None, factory: bytes = b"", grace_s: float = 0.0) -> None:
         """Serve calls.
 
-        Args:
-            key: worker to make at once, for an actor that Ray restarts; None: a call makes it.
-            factory: pickled function that makes this worker.
-            grace_s: seconds for which the process goes on after SIGTERM.
+        `key`: worker to make at once, for an actor that Ray restarts; None: a call makes it. `grace_s`: seconds for
+        which the process goes on after SIGTERM.
         """
         self._host = WorkerHost()
         self._notice = TerminationNotice(grace_s) if grace_s else None
@@ -67,29 +65,11 @@ class RayHost:
 
     @ray.method(concurrency_group="aside")
     def host_aside(self, key: WorkerKey, method: str, args: tuple, kwargs: dict) -> Outcome:
-        """Call a method of a worker beside the ordered calls; see `WorkerHost.aside`.
-
-        Args:
-            key: group name and rank.
-            method: name of the method.
-            args: positional arguments.
-            kwargs: keyword arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Call a method of a worker beside the ordered calls; see `WorkerHost.aside`."""
         return self._host.aside(key, method, args, kwargs)
 
     def host_serve(self, method: str, *args: Any) -> Outcome:
-        """Call a method of the `WorkerHost`, in the order of submission.
-
-        Args:
-            method: such as "call".
-            *args: its arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Call a method of the `WorkerHost`, in the order of submission."""
         if method == WorkerHost.call.__name__:  # as for a task of Ray, arguments may be references
             key, name, given, named = args
             args = (key, name, tuple(map(_fetched, given)), {each: _fetched(value) for each, value in named.items()})
@@ -98,12 +78,7 @@ class RayHost:
     def host_keep(self, key: WorkerKey, method: str) -> tuple[Outcome, Any]:
         """Call a worker's method in order.
 
-        Args:
-            key: group name and rank.
-            method: name of the method.
-
-        Returns:
-            The outcome without its value, and the value.
+        Returns the outcome without its value, and the value.
         """
         outcome = self._host.call(key, method, (), {})
         return replace(outcome, value=None), outcome.value
@@ -114,11 +89,7 @@ HostActor = ray.remote(**HOST_OPTIONS)(RayHost)
 
 
 def plain_class(given: Any) -> tuple[type, dict[str, Any]]:
-    """Return the class under `@ray.remote` and the options that the decorator set.
-
-    Raises:
-        ConfigError: the decorator sets an option that the job decides.
-    """
+    """Return the class under `@ray.remote` and the options that the decorator set."""
     cls = given.__ray_metadata__.modified_class.__ray_actor_class__
     options = {name: value for name, value in given._default_options.items() if value is not None}
     if taken := sorted(options.keys() - set(KEPT_OPTIONS)):
@@ -131,15 +102,7 @@ def plain_class(given: Any) -> tuple[type, dict[str, Any]]:
 
 
 def hosting(interface: Interface, options: Mapping[str, Any]) -> Any:
-    """Return an actor class of hosts whose actors also have the methods of an interface, for plain Ray calls.
-
-    Args:
-        interface: interface of the class of the host's one worker.
-        options: `concurrency_groups` and `runtime_env` of the actor.
-
-    Raises:
-        ConfigError: a method has a name of the host's.
-    """
+    """Return an actor class of hosts whose actors also have the methods of an interface, for plain Ray calls."""
     if taken := sorted(interface.methods.keys() & vars(RayHost).keys()):
         raise ConfigError(f"{interface.name}.{taken[0]}: rlite's hosts use this name; rename the method")
     methods = {name: _forward(name, each) for name, each in interface.methods.items()}
@@ -168,29 +131,11 @@ class RayHandle:
         self.notice: Future[Any] = self._call(actor.host_notice) if has_notice else Future()
 
     def submit(self, method: Callable[..., Outcome], *args: Any) -> Future[Outcome]:
-        """Call a method of the host as a task of its actor; see `WorkerHandle`.
-
-        Args:
-            method: such as `WorkerHost.call`.
-            *args: its arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Call a method of the host as a task of its actor; see `WorkerHandle`."""
         return self._call(self.actor.host_serve, method.__name__, *args)
 
     def aside(self, key: WorkerKey, method: str, *args: Any, **kwargs: Any) -> Future[Outcome]:
-        """Call a worker's method beside its ordered calls.
-
-        Args:
-            key: group name and rank.
-            method: name of the method.
-            *args: positional arguments.
-            **kwargs: keyword arguments.
-
-        Returns:
-            The outcome.
-        """
+        """Call a worker's method beside its ordered calls."""
         return self._call(self.actor.host_aside, key, method, args, kwargs)
 
     def look(self, with_stack: bool = False) -> Future[CallPosition]:
@@ -200,12 +145,7 @@ class RayHandle:
     def keep(self, key: WorkerKey, method: str) -> tuple[Future[Outcome], Any]:
         """Call a worker's method, and keep its result in Ray's object store, which outlives the process.
 
-        Args:
-            key: group name and rank.
-            method: name of the method.
-
-        Returns:
-            The outcome without its value, and a reference to the value.
+        Returns the outcome without its value, and a reference to the value.
         """
         with self._using():
             outcome, value = self.actor.host_keep.options(num_returns=2).remote(key, method)
@@ -250,9 +190,7 @@ class RayHandle:
 def handle_of(actor: Any | None, name: str) -> RayHandle | AbsentHandle:
     """Return the handle of an actor that may be gone.
 
-    Args:
-        actor: Ray actor handle, or None.
-        name: the worker's name for messages.
+    `actor`: Ray actor handle, or None.
     """
     return AbsentHandle(name) if actor is None else RayHandle(actor, name)
 

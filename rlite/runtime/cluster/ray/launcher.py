@@ -81,11 +81,7 @@ class RayLauncher:
     def start(self, name: str, devices: Sequence[Device], factory: WorkerFactory, replica_size: int = 0) -> WorkerGroup:
         """Return a group of one actor per device, after joining each replica in a torch.distributed world.
 
-        Args:
-            name: name of the group.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-            replica_size: workers of a replica; 0: all.
+        `replica_size`: workers of a replica; 0: all.
         """
         grace_s = self._grace_s[name] = GRACE_S if replica_size else 0.0
         handles = self._actors(name, 0, devices, grace_s)
@@ -99,14 +95,7 @@ class RayLauncher:
         return group
 
     def start_replica(self, group: WorkerGroup, first: int, devices: Sequence[Device], factory: WorkerFactory) -> None:
-        """Start the workers of one replica beside the others; see `Launcher.start_replica`.
-
-        Args:
-            group: a group of this launcher.
-            first: first rank of the replica; the number of ranks appends a replica.
-            devices: one per worker.
-            factory: makes a worker from its context, in its process.
-        """
+        """Start the workers of one replica beside the others; see `Launcher.start_replica`."""
         handles = self._actors(group.name, first, devices, self._grace_s[group.name])
         ranks = range(first, first + len(devices))
         try:
@@ -119,11 +108,7 @@ class RayLauncher:
             raise
 
     def _located(self, devices: Sequence[Device], handles: Sequence[RayHandle]) -> list[Device]:
-        """Return the devices that processes have. Ray gives them others if their node has died.
-
-        Raises:
-            CallTimeout: a process does not start, because no other node has a free device.
-        """
+        """Return the devices that processes have. Ray gives them others if their node has died."""
         timeout = self._options.start_timeout
         looks = [handle.look() for handle in handles]
         wait(looks, timeout)
@@ -237,16 +222,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def check_visibility(kind: DeviceKind, device: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Check in a worker process that its GPU is the only one it sees.
-
-    Args:
-        kind: kind of the device.
-        device: the device's name for the message.
-        environment: the process's environment.
-
-    Raises:
-        ConfigError: the process sees all GPUs.
-    """
+    """Check in a worker process that its GPU is the only one it sees."""
     if kind == "cuda" and environment.get(VISIBILITY, "").lower() in ("1", "true"):
         raise ConfigError(
             f"{device}: {VISIBILITY} is set, so Ray does not restrict a worker to its GPU and every worker would take "
@@ -260,11 +236,7 @@ def _cores(node: Mapping[str, Any], device: DeviceKind) -> int:
 
 
 def _reserve(options: SessionOptions) -> Any:
-    """Return one placement group with a bundle per device.
-
-    Raises:
-        PlacementError: the cluster has too few devices, or other jobs hold them.
-    """
+    """Return one placement group with a bundle per device."""
     resource = "CPU" if options.device == "cpu" else "GPU"
     by_node = capacities(options.device)
     present = sum(by_node)

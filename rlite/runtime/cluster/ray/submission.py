@@ -19,11 +19,7 @@ class JobServer:
     def __init__(self, address: str) -> None:
         """Connect.
 
-        Args:
-            address: such as http://127.0.0.1:8265.
-
-        Raises:
-            ConfigError: no job server answers, or this machine lacks what its client needs.
+        `address`: such as http://127.0.0.1:8265.
         """
         missing = [name for name in ("aiohttp", "requests") if importlib.util.find_spec(name) is None]
         if missing:
@@ -42,16 +38,7 @@ class JobServer:
     def submit(self, command: str, folder: Path, name: str) -> str:
         """Let the cluster run a command.
 
-        Args:
-            command: the command, which a shell on the head node runs.
-            folder: uploaded to the cluster; the command runs there.
-            name: name to show.
-
-        Returns:
-            The id of the submission.
-
-        Raises:
-            ConfigError: the folder is too large, or the server refuses the job.
+        `folder`: uploaded to the cluster; the command runs there. Returns the id of the submission.
         """
         try:
             return self._client.submit_job(
@@ -61,11 +48,7 @@ class JobServer:
             raise ConfigError(f"the job server does not take job {name}: {error}") from error
 
     def follow(self, submission: str) -> None:
-        """Print the output of a submitted command until it ends.
-
-        Raises:
-            RliteError: the command failed.
-        """
+        """Print the output of a submitted command until it ends."""
         asyncio.run(self._print_output(submission))
         details = self._client.get_job_info(submission)
         if details.status != JobStatus.SUCCEEDED:
