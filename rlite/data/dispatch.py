@@ -130,16 +130,7 @@ def _below(where: str, key: Any) -> str:
 
 
 def _walk(function: Callable[..., Any], where: str, *values: Any) -> Any:
-    """Return what a function makes of the leaves at each place, in dicts with the keys of the given dicts.
-
-    Args:
-        function: takes the name of a place and the leaves there, one from each value.
-        where: name of the values in messages.
-        *values: containers that have the same keys.
-
-    Raises:
-        ValueError: the values have different keys.
-    """
+    """Return what a function makes of the leaves at each place, in dicts with the keys of the given dicts."""
     first = values[0]
     if not _is_dict(first):
         return function(where, *values)
@@ -152,16 +143,7 @@ def _walk(function: Callable[..., Any], where: str, *values: Any) -> Any:
 
 
 def num_rows(value: Any, where: str = "value") -> int:
-    """Return the number of rows of a container.
-
-    Args:
-        value: the container.
-        where: its name in messages.
-
-    Raises:
-        TypeError: `value` is no container of rows.
-        ValueError: the entries of a dict have different numbers of rows.
-    """
+    """Return the number of rows of a container."""
     if _is_dict(value):
         counts = {key: num_rows(entry, _below(where, key)) for key, entry in value.items()}
         if len(found := {*counts.values()}) == 1:
@@ -214,11 +196,7 @@ def _weights(value: Any, balance_by: Sequence[float] | Callable[[Any], float] | 
 
 
 def _token_counts(value: Any, where: str) -> list[float]:
-    """Return the number of tokens of each row.
-
-    Raises:
-        ValueError: the rows have no length, or are a dict without an entry that determines it.
-    """
+    """Return the number of tokens of each row."""
     if not isinstance(value, Mapping) and not _is_tensordict(value):
         return [_tokens(row, where) for row in value]
     keys = list(value.keys())
@@ -246,11 +224,7 @@ def _total(mask: Any) -> float:
 
 
 def _sequence_lengths(value: Any, where: str) -> list[int] | None:
-    """Return the length of each row's sequence, or None for rows without one (such as one reward per row).
-
-    Raises:
-        ValueError: the entries of a dict disagree.
-    """
+    """Return the length of each row's sequence, or None for rows without one (such as one reward per row)."""
     if isinstance(value, Mapping) or _is_tensordict(value):
         places = {_below(where, key): entry for key, entry in value.items()}
         return _agreed({place: _sequence_lengths(entry, place) for place, entry in places.items()})
@@ -322,19 +296,7 @@ def plan_shares(
 
     An argument with `balance_by` decides for all others, which must follow to keep their rows together.
 
-    Args:
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        num_ranks: data-parallel ranks.
-        allow_empty: accept fewer rows than ranks.
-
-    Returns:
-        The plan, or None if the call has nothing to split.
-
-    Raises:
-        ValueError: two arguments disagree on the number of rows or on the balance; or there are fewer rows than ranks
-            and not `allow_empty`, because a rank without rows would skip collectives and hang the others.
-        TypeError: an argument is no container of rows.
+    Returns the plan, or None if the call has nothing to split.
     """
     rows = [argument for argument in _marked(args, kwargs).values() if "dp" in argument.types]
     if not rows:
@@ -390,18 +352,8 @@ def scatter(
 ) -> list[Call]:
     """Return the arguments of each rank, data-parallel rank first: rank = dp_rank * num_seq_ranks + seq_rank.
 
-    Args:
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        num_ranks: data-parallel ranks, over which rows are split.
-        num_seq_ranks: ranks of a context-parallel group, over which `type="seq"` arguments are cut. They and copied
-            arguments are the same on every data-parallel rank.
-        allow_empty: give ranks without rows empty containers instead of refusing the call.
-        shares: the plan, if the caller already has it from `plan_shares`, to gather with it later.
-
-    Raises:
-        ValueError: as `plan_shares`; also for sequences of different lengths, or shorter than `num_seq_ranks`.
-        TypeError: as `plan_shares`; also for an argument without a sequence dimension.
+    `num_seq_ranks`: ranks of a context-parallel group, over which `type="seq"` arguments are cut. They and copied
+    arguments are the same on every data-parallel rank.
     """
     marked = _marked(args, kwargs)
     shares = shares or plan_shares(args, kwargs, num_ranks, allow_empty=allow_empty)
@@ -428,15 +380,6 @@ def deal(args: Sequence[Any], kwargs: Mapping[str, Any], num_targets: int, auto_
 
     `NeedParallel` is split. With `auto_shard`, lists are split, one item per member, if every list among the other
     arguments has exactly one item per member. Everything else is copied.
-
-    Args:
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        num_targets: members of the group.
-        auto_shard: split lists.
-
-    Raises:
-        ValueError: as `plan_shares`; also for `type="seq"`, because a role group has no context-parallel group.
     """
     for argument in _marked(args, kwargs).values():
         if "seq" in argument.types:
@@ -482,17 +425,7 @@ def gather(results: Sequence[Any], how: How = "list", shares: Shares | None = No
     - "first": the result of rank 0.
     - "mean": numbers, tensors, or dicts of them are averaged over ranks, not weighted by their rows.
 
-    Args:
-        results: one result per rank.
-        how: the way to combine them.
-        shares: the plan of the call. Ranks without rows are left out of "concatenate" and "mean".
-
-    Returns:
-        The combined result.
-
-    Raises:
-        ValueError: results do not fit together, or do not have the rows of their share.
-        TypeError: results are of a type that cannot be concatenated or averaged.
+    `shares`: the plan of the call. Ranks without rows are left out of "concatenate" and "mean".
     """
     if how == "list":
         return list(results)

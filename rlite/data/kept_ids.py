@@ -12,19 +12,13 @@ from rlite.errors import DataError
 def is_ragged_value(counts: Tensor, width: int) -> Tensor:
     """Return where a ragged key has values, `[n, width]`; the rest is padding.
 
-    Args:
-        counts: number of values of each token, `[n, L]`.
-        width: width of the ragged key.
+    `counts`: number of values of each token, `[n, L]`.
     """
     return torch.arange(width) < counts.sum(-1, keepdim=True)
 
 
 def check_kept_ids(trajectory: TensorDict, what: str) -> None:
-    """Check that each token is among its kept ids, and that these are not negative.
-
-    Raises:
-        DataError: they do not fit.
-    """
+    """Check that each token is among its kept ids, and that these are not negative."""
     counts, width = trajectory["kept_counts"].long(), trajectory["kept_ids"].shape[1]
     values = trajectory["kept_ids"][is_ragged_value(counts, width)]
     owners = torch.arange(counts.numel()).repeat_interleave(counts.flatten())

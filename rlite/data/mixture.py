@@ -40,9 +40,6 @@ class Mixture:
         """Items of each source in an epoch, which has as many items as all sources hold together.
 
         The shares are those of the weights, up to one item.
-
-        Raises:
-            ConfigError: a source has no item in an epoch.
         """
         total, scale = self.num_items, sum(self.weights.values())
         exact = {name: total * self.weights[name] / scale for name in self.sizes}
@@ -99,11 +96,7 @@ class MixedOrder(ShuffledOrder):
         return super().state_dict() | {"sources": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another order's position, with its seed. New weights apply from there on.
-
-        Raises:
-            CheckpointError: the sources or their items differ.
-        """
+        """Continue from another order's position, with its seed. New weights apply from there on."""
         found = list(state.get("sources", ()))
         made = f"with the sources {', '.join(found) or 'of no mixture'}; now there are {', '.join(self._orders)}"
         check_same(found == list(self._orders), made)
@@ -120,11 +113,7 @@ def shuffled(
 ) -> ShuffledOrder:
     """Return the order of the items of a table.
 
-    Args:
-        num_items: items of the table.
-        mixture: the table's sources; None if there is one.
-        seed: seed of the order.
-        digest: returns a hash of the items.
+    `mixture`: the table's sources; None if there is one.
     """
     if mixture is None:
         return ShuffledOrder(num_items, seed, digest)

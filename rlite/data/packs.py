@@ -68,14 +68,8 @@ class TokenHistory:
     ) -> None:
         """Append one turn of the model.
 
-        Args:
-            tokens: the output.
-            logprobs: one per token.
-            versions: the version of the weights, one per token.
-            stop_reason: "length" marks the sequence as truncated.
-            kept_ids: the ids among which each token was sampled, over which its log-probability is; [] is the
-                vocabulary. None: the engine was not asked for them.
-            routed_experts: the engine's column of that name, () if it was not asked for it.
+        `kept_ids`: the ids among which each token was sampled, over which its log-probability is; [] is the vocabulary.
+        None: the engine was not asked for them.
         """
         start = len(self.tokens)
         self._append(tokens, True, logprobs, versions, [()] * len(tokens) if kept_ids is None else kept_ids)
@@ -104,12 +98,9 @@ class TokenHistory:
     def row(self, *, has_rewards: bool = False) -> TensorDict:
         """Return the sequence as a trajectory of batch size [1].
 
-        Args:
-            has_rewards: add `token_rewards` [1, L] float32.
-
-        Returns:
-            `input_ids`, `attention_mask`, `loss_mask`, `logprobs` and `versions` [1, L], `truncated` [1]; with kept ids
-            `kept_counts` [1, L] and `kept_ids` [1, M]; with chosen experts `routed_experts` [1, L, B].
+        `has_rewards`: add `token_rewards` [1, L] float32. Returns `input_ids`, `attention_mask`, `loss_mask`,
+        `logprobs` and `versions` [1, L], `truncated` [1]; with kept ids `kept_counts` [1, L] and `kept_ids` [1, M];
+        with chosen experts `routed_experts` [1, L, B].
         """
         columns = {
             "input_ids": torch.tensor([self.tokens], dtype=torch.int64),
@@ -199,11 +190,7 @@ def _faults(columns: dict[str, Any]) -> Iterator[str]:
 
 
 def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | None = None) -> TensorDict:
-    """Return what `pad_trajectories` returns, of trajectories that `check_trajectory` has passed.
-
-    Raises:
-        DataError: They do not fit together.
-    """
+    """Return what `pad_trajectories` returns, of trajectories that `check_trajectory` has passed."""
     all_columns, batch = _with_ragged(trajectories), {}
     for key, is_per_token in _checked_alike(all_columns).items():
         values, padding = [columns[key] for columns in all_columns], KEYS[key].padding if key in KEYS else 0
@@ -219,11 +206,7 @@ def pad_checked(trajectories: Sequence[TensorDict], group_ids: Sequence[int] | N
 def check_alike(trajectories: Sequence[TensorDict]) -> dict[str, bool]:
     """Check that these fit into one batch.
 
-    Returns:
-        Whether each key is per token, [k, L, ...].
-
-    Raises:
-        DataError: They differ; the message names the key and the trajectory.
+    Returns whether each key is per token, [k, L, ...].
     """
     return _checked_alike(_with_ragged(trajectories))
 
@@ -293,11 +276,7 @@ def first_rows(batch: TensorDict) -> Tensor:
 
 
 def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
-    """Return whether these values are [k, L, ...].
-
-    Raises:
-        DataError: They do not fit together.
-    """
+    """Return whether these values are [k, L, ...]."""
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
@@ -324,21 +303,12 @@ BatchT = TypeVar("BatchT", bound=Any)
 
 
 def with_keys(batch: BatchT, **columns: Any) -> BatchT:
-    """Return a batch that has further keys, or other values of some keys. Tensors are shared, and `batch` is unchanged.
-
-    Args:
-        batch: a TensorDict.
-        columns: tensors by key, each with as many rows as the batch.
-    """
+    """Return a batch with further keys, or other values of some keys. Tensors are shared; `batch` is unchanged."""
     return batch.clone(recurse=False).update(columns)
 
 
 def check_has(batch: Any, *names: str) -> None:
-    """Check that a batch has these keys.
-
-    Raises:
-        DataError: A key is missing; the message names its writer and its content.
-    """
+    """Check that a batch has these keys."""
     for name in names:
         if name not in batch:
             key, found = KEYS[name], ", ".join(sorted(map(str, batch.keys())))
@@ -347,11 +317,7 @@ def check_has(batch: Any, *names: str) -> None:
 
 
 def check_one_per_row(batch: Any, name: str) -> None:
-    """Check that a key of a batch has one value for each row, not one for each token.
-
-    Raises:
-        DataError: The key is missing, or has another shape.
-    """
+    """Check that a key of a batch has one value for each row, not one for each token."""
     check_has(batch, name)
     if batch[name].dim() != 1:
         remedy = "rewards of single tokens are the key token_rewards, beside rewards with their sum"
@@ -360,11 +326,7 @@ def check_one_per_row(batch: Any, name: str) -> None:
 
 
 def check_batch(batch: Any) -> None:
-    """Check the form of a right-padded batch: input_ids and attention_mask [N, L], and N rows in every key.
-
-    Raises:
-        DataError: the batch has another form.
-    """
+    """Check the form of a right-padded batch: input_ids and attention_mask [N, L], and N rows in every key."""
     if missing := [key for key in ("input_ids", "attention_mask") if key not in batch]:
         raise DataError(f"a batch needs input_ids and attention_mask [N, L]; missing: {', '.join(missing)}")
     shape, other = (tuple(batch[key].shape) for key in ("input_ids", "attention_mask"))
@@ -384,11 +346,7 @@ def check_batch(batch: Any) -> None:
 
 
 def check_ragged(batch: Any, what: str) -> None:
-    """Check that each ragged key holds the values that its counts announce.
-
-    Raises:
-        DataError: a key holds another number of values; the message begins with `what`.
-    """
+    """Check that each ragged key holds the values that its counts announce."""
     n, length = batch["input_ids"].shape
     for key, counts in RAGGED.items():
         if key not in batch and counts not in batch:
@@ -438,16 +396,10 @@ def lazy_pack(
 ) -> Pack:
     """Concatenate rows of a right-padded batch.
 
-    Args:
-        batch: keys [N, L, ...] per token, ragged keys [N, M], or [N] or [N, 1] per row. It must not change while the
-            pack is read.
-        rows: the rows to take, in this order.
-        device: where the pack is read.
-        sharing: tokens that the rows share, and that models compute once; see `rlite.runtime.parallel.prefix_tree`.
-
-    Returns:
-        Keys [T, ...] per token, [K] for ragged keys, and [n] or [n, 1] per sequence, with cu_seqlens [n + 1] int32,
-            position_ids [T], max_seqlen, and prefix_tree if rows share tokens.
+    `batch`: keys [N, L, ...] per token, ragged keys [N, M], or [N] or [N, 1] per row. It must not change while the pack
+    is read. `sharing`: tokens that the rows share, and that models compute once; see
+    `rlite.runtime.parallel.prefix_tree`. Returns keys [T, ...] per token, [K] for ragged keys, and [n] or [n, 1] per
+    sequence, with cu_seqlens [n + 1] int32, position_ids [T], max_seqlen, and prefix_tree if rows share tokens.
     """
 
     def packed_key(key: str, value: Tensor) -> Tensor:
@@ -505,21 +457,10 @@ def split_batch(
 ) -> list[BatchShare]:
     """Divide the rows so that all data ranks have similar work.
 
-    Args:
-        what: name of the operation, for messages.
-        batch: right-padded batch; see `check_batch`. Rows of equal `pair_ids` [N] stay in one microbatch.
-        num_data_ranks: number of shares. A share without rows of its own gets some rows for their shape, in no
-            microbatch.
-        capacity: maximum tokens in a microbatch.
-        costs: maps the lengths of the rows to the costs that ranks share evenly; without it, these are the lengths.
-        method: packing method; see `plan_microbatches`.
-        may_share: asked if it would save work to compute tokens once with which rows of a microbatch begin alike.
-
-    Returns:
-        One share for each data rank.
-
-    Raises:
-        DataError: the batch has another form, has no rows, or has a row longer than `capacity`.
+    `batch`: right-padded batch; see `check_batch`. Rows of equal `pair_ids` [N] stay in one microbatch.
+    `num_data_ranks`: number of shares. A share without rows of its own gets some rows for their shape, in no
+    microbatch. `costs`: maps the lengths of the rows to the costs that ranks share evenly; without it, these are the
+    lengths. `method`: packing method; see `plan_microbatches`. Returns one share for each data rank.
     """
     check_batch(batch)
     if len(batch["input_ids"]) == 0:
@@ -552,14 +493,8 @@ def _share(
 def join_values(what: str, shares: Sequence[BatchShare], results: Sequence[Tensor], attention_mask: Tensor) -> Tensor:
     """Return values [N, L, ...] in the order of the whole batch, padded with 0.
 
-    Args:
-        what: name of the values, for messages.
-        shares: shares of the batch.
-        results: for each share, the values of the tokens of its own rows [T, ...].
-        attention_mask: mask of the whole batch, [N, L].
-
-    Raises:
-        ConfigError: a share has another number of values than tokens.
+    `results`: for each share, the values of the tokens of its own rows [T, ...]. `attention_mask`: mask of the whole
+    batch, [N, L].
     """
     mask = attention_mask.bool()
     most = max(results, key=len)

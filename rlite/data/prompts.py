@@ -36,14 +36,8 @@ class TextTokenizer(Protocol):
 def raw_prompts(tokenizer: TextTokenizer, texts: Sequence[str], limit: int | None = None) -> list[list[int]]:
     """Tokenise raw prompts. Training and generation both use this function, so that a prompt has the same tokens.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        texts: the prompts.
-        limit: as for `bounded_tokens`.
-
-    Returns:
-        The tokens of each prompt. Each begins, once, with the token that the tokenizer puts before every text (Llama's
-        `<|begin_of_text|>`), if there is one.
+    Returns the tokens of each prompt. Each begins, once, with the token that the tokenizer puts before every text
+    (Llama's `<|begin_of_text|>`), if there is one.
     """
     bos = tokenizer.bos_token_id
     begin = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
@@ -63,13 +57,7 @@ def bounded_tokens(tokenizer: TextTokenizer, text: str, limit: int | None) -> li
     A long text is first tokenised in large pieces. A cut adds few tokens to a piece, so twice as many tokens as fit
     prove that the text does not fit, even if the tokenizer leaves out or merges characters.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        text: any text.
-        limit: tokens that fit into the model's context; None does not bound the text.
-
-    Raises:
-        TooManyTokens: the text is far longer than `limit`. A text that is a little longer is tokenised.
+    `limit`: tokens that fit into the model's context; None does not bound the text.
     """
     if limit is not None and len(text) > (size := CHARACTERS_PER_TOKEN * max(limit, 1024)):
         count = 0
@@ -86,13 +74,7 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def end_of(output: Sequence[int], stop_reason: StopReason, end_ids: Collection[int]) -> list[int]:
-    """Return the end token with which a model has ended an answer, in a list; an empty list if it wrote none.
-
-    Args:
-        output: the tokens of the answer.
-        stop_reason: why the answer ended.
-        end_ids: tokens that end an answer.
-    """
+    """Return the end token with which a model has ended an answer, in a list; an empty list if it wrote none."""
     return [token for token in output[-1:] if stop_reason == "stop" and token in end_ids]
 
 
@@ -151,11 +133,7 @@ class ShuffledOrder:
         return state if self._digest is None else {**state, "content": self._digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another order's position, with its seed.
-
-        Raises:
-            CheckpointError: the items differ. States of earlier versions have no hash of them.
-        """
+        """Continue from another order's position, with its seed."""
         check_same("num_items" in state, "with streaming", "with it")
         made = f"with {state['num_items']} items of data; now there are {self._num_items}"
         check_same(state["num_items"] == self._num_items, made, "with the same data and max_length")
@@ -244,9 +222,5 @@ class PromptStream:
         return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another stream's position.
-
-        Raises:
-            CheckpointError: the state is of other rows.
-        """
+        """Continue from another stream's position."""
         self.order.load_state_dict(state)

@@ -29,21 +29,9 @@ Row = dict[str, Any]
 def build_problems(name: str, size: int, seed: int, *, exclude: Iterable[str] = (), **options: Any) -> list[Row]:
     """Make distinct problems of a reasoning-gym task, the same for the same arguments.
 
-    Args:
-        name: a task of reasoning-gym, such as "spell_backward".
-        size: number of rows.
-        seed: problem i is made from seed + i; repeated problems are skipped.
-        exclude: questions (see `question_of`) that must not occur.
-        **options: fields of the task's own config, such as max_word_len.
-
-    Returns:
-        Rows of `messages` (one user turn: the question), `answer` (reasoning-gym's solution; other answers may verify,
-            too) and `metadata` (for the verifier; `metadata["source_dataset"]` is `name`). Questions that differ only
-            in case count as one.
-
-    Raises:
-        ConfigError: reasoning-gym is missing, or does not know the task or an option.
-        DataError: the task has fewer distinct problems.
+    `seed`: problem i is made from seed + i; repeated problems are skipped. Returns rows of `messages` (one user turn:
+    the question), `answer` (reasoning-gym's solution; other answers may verify, too) and `metadata` (for the verifier;
+    `metadata["source_dataset"]` is `name`). Questions that differ only in case count as one.
     """
     draws = size * ATTEMPTS_PER_PROBLEM
     dataset = make_task(name, seed=seed, size=draws, **options)
@@ -71,15 +59,7 @@ def held_out_split(
     Held-out problems are drawn first, so they stay the same when `num_train` changes. Errors are those of
     `build_problems`.
 
-    Args:
-        name: a task of reasoning-gym.
-        num_train: number of training rows.
-        num_held_out: number of held-out rows.
-        seed: seed of the problems.
-        **options: fields of the task's own config.
-
-    Returns:
-        Training rows and held-out rows.
+    Returns training rows and held-out rows.
     """
     rows = build_problems(name, num_held_out + num_train, seed, **options)
     return rows[num_held_out:], rows[:num_held_out]
@@ -91,15 +71,7 @@ def question_of(row: Mapping[str, Any]) -> str:
 
 
 def make_task(name: str, **options: Any) -> Any:
-    """Return a task of reasoning-gym: its problems, and their verifier.
-
-    Args:
-        name: the task's name.
-        **options: fields of the task's own config.
-
-    Raises:
-        ConfigError: reasoning-gym is missing, or does not know the task or an option.
-    """
+    """Return a task of reasoning-gym: its problems, and their verifier."""
     if reasoning_gym is None:
         raise ConfigError("reasoning-gym is not installed; run: pip install 'rlite[quickstart]'")
     if name not in DATASETS:

@@ -51,11 +51,7 @@ class RoutingShape:
         return chosen.to(self.dtype).flatten(-2).contiguous().view(torch.uint8)
 
     def decode(self, column: Tensor) -> Tensor:
-        """Return the choices [..., layers, K] of bytes [..., B]: expert numbers, or -1 where nothing was recorded.
-
-        Raises:
-            DataError: there are more or fewer bytes.
-        """
+        """Return the choices [..., layers, K] of bytes [..., B]: expert numbers, or -1 where nothing was recorded."""
         if column.shape[-1] != self.num_bytes or column.dtype != torch.uint8:
             found = f"{column.shape[-1]} bytes ({column.dtype}) for each token"
             expected = f"{self.num_bytes} for {self.num_layers} layers with experts that choose {self.top_k}"
@@ -69,15 +65,8 @@ class RoutingShape:
 def check_routing(batch: TensorDict, shape: RoutingShape) -> float:
     """Check the experts that an engine has recorded for the tokens of a batch.
 
-    Args:
-        batch: has `routed_experts` [N, L, B].
-        shape: form of the model's choices.
-
-    Returns:
-        The share of tokens, the last token of each row apart, whose experts were recorded.
-
-    Raises:
-        DataError: experts that do not exist or occur twice, the same experts for every token, or none at all.
+    `batch`: has `routed_experts` [N, L, B]. Returns the share of tokens, the last token of each row apart, whose
+    experts were recorded.
     """
     mask = batch["attention_mask"].bool()
     chosen = shape.decode(batch[ROUTED][mask])
@@ -109,12 +98,7 @@ class RoutingTable:
     def entries(self, table: np.ndarray | None, num: int) -> list[list[bytes]]:
         """Return the entries of some tokens.
 
-        Args:
-            table: experts of the tokens that were read since the tokens before; None if the engine has not told them.
-            num: number of the tokens.
-
-        Raises:
-            DataError: the table has another shape, or names experts that do not exist.
+        `table`: experts of the tokens that were read since the tokens before; None if the engine has not told them.
         """
         if table is None or not num:
             return [[]] * num
@@ -135,13 +119,7 @@ class RoutingTable:
 def note_rows(known: list[bytes], start: int, entries: Sequence[Sequence[bytes]]) -> None:
     """Note what was recorded for the tokens before and of an answer, where nothing is known yet.
 
-    Args:
-        known: bytes of each token of the sequence, b"" if there are none.
-        start: number of tokens before the answer.
-        entries: one for each token of the answer.
-
-    Raises:
-        DataError: an entry has more tokens than there are.
+    `known`: bytes of each token of the sequence, b"" if there are none.
     """
     for stop, rows in enumerate(entries, start):
         if len(rows) > stop:
@@ -151,11 +129,7 @@ def note_rows(known: list[bytes], start: int, entries: Sequence[Sequence[bytes]]
 
 
 def rows_tensor(known: Sequence[bytes]) -> Tensor:
-    """Return the bytes of a sequence's tokens as a tensor [1, L, B].
-
-    Raises:
-        DataError: they do not have the same number of bytes.
-    """
+    """Return the bytes of a sequence's tokens as a tensor [1, L, B]."""
     widths = {len(row) for row in known if row}
     if len(widths) != 1:
         raise DataError(f"{ROUTED} has tokens of {sorted(widths)} bytes in one sequence; expected one number")

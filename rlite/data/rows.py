@@ -64,12 +64,7 @@ class Rows(Sequence[Mapping[str, Any]]):
 
 
 def read_source(source: Source, kind: RowKind) -> Rows:
-    """Return the rows of a table. Errors are those of `read_rows` and of `normalise`.
-
-    Args:
-        source: the table.
-        kind: what the rows are for.
-    """
+    """Return the rows of a table. Errors are those of `read_rows` and of `normalise`."""
     if source.rows is None:
         return converted(read_rows(source.path, f"{source.key}.path", source.columns), source, kind)
     rows = map(dict, source.rows)
@@ -79,25 +74,13 @@ def read_source(source: Source, kind: RowKind) -> Rows:
 
 
 def streamed_source(source: Source, kind: RowKind, buffer_size: int) -> Rows:
-    """Return the first window of a table that is streamed, with the table. Errors are those of `StreamedTable`.
-
-    Args:
-        source: the table.
-        kind: what the rows are for.
-        buffer_size: items among which the next one is chosen at random.
-    """
+    """Return the first window of a table that is streamed, with the table. Errors are those of `StreamedTable`."""
     table = StreamedTable(source, lambda rows: converted(rows, source, kind), buffer_size)
     return replace(table.first, stream=table)
 
 
 def converted(rows: Sequence[Row], source: Source, kind: RowKind) -> Rows:
-    """Return rows of a table in the form that rlite reads. Errors are those of `normalise`.
-
-    Args:
-        rows: rows as the table has them.
-        source: the table.
-        kind: what the rows are for.
-    """
+    """Return rows of a table in the form that rlite reads. Errors are those of `normalise`."""
     made, form = normalise(rows, kind, source)
     return Rows(made, form, paths={"": source.path} if source.rows is None else {})
 
@@ -110,14 +93,7 @@ def stream_of(rows: Sequence[Any]) -> StreamedTable[Rows] | None:
 def prompt_stream(rows: Table, batch_size: int, seed: int, mixture: Mixture | None = None) -> PromptStream:
     """Return the batches of a table's rows.
 
-    Args:
-        rows: the table, or the first window of a table that is streamed.
-        batch_size: rows of a batch.
-        seed: seed of the order.
-        mixture: the table's sources; None if there is one.
-
-    Raises:
-        ConfigError: a batch would be larger than the table.
+    `mixture`: the table's sources; None if there is one.
     """
     stream = stream_of(rows)
     if batch_size > len(rows) and (stream is None or stream.is_whole):
@@ -132,9 +108,7 @@ def prompt_stream(rows: Table, batch_size: int, seed: int, mixture: Mixture | No
 def described(rows: Rows, tokenizer: Any | None) -> str:
     """Return the format of a table in words, with remarks on what could be expected of it and is not done.
 
-    Args:
-        rows: the table.
-        tokenizer: renders messages, if it has a chat template; None if there is none.
+    `tokenizer`: renders messages, if it has a chat template; None if there is none.
     """
     empty = [name for name in TEXT_COLUMNS if any(row.get(name) == "" for row in rows)]
     said = [rows.form, *(f"some rows have an empty {name!r}" for name in empty)]
@@ -150,12 +124,7 @@ def described(rows: Rows, tokenizer: Any | None) -> str:
 def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -> Rows:
     """Return the rows of several sources as one table.
 
-    Args:
-        parts: rows of each source.
-        weights: share of each source in an epoch; None: every row occurs once.
-
-    Raises:
-        ConfigError: a source's weight gives it no row in an epoch.
+    `weights`: share of each source in an epoch; None: every row occurs once.
     """
     sizes = {name: len(part) for name, part in parts.items()}
     mixture = Mixture(sizes, weights or sizes)
@@ -165,13 +134,7 @@ def mixed_rows(parts: Mapping[str, Rows], weights: Mapping[str, float] | None) -
 
 
 def place_of(rows: Sequence[Any], number: int, where: str) -> str:
-    """Return the name of a row in messages, such as "train_data.mixture.math.path=m.jsonl, row index 3".
-
-    Args:
-        rows: the table.
-        number: the row's index in the table.
-        where: the table's name in messages.
-    """
+    """Return the name of a row in messages, such as "train_data.mixture.math.path=m.jsonl, row index 3"."""
     if isinstance(rows, Rows):
         source, number = ("", number) if rows.mixture is None else rows.mixture.source_of(number)
         where = f"{where}.mixture.{source}" if source else where
@@ -190,11 +153,7 @@ def rows_digest(rows: Table) -> str:
 
 
 def check_prompts(rows: Table, where: str) -> None:
-    """Check that every row holds one prompt: `messages`, a list; `prompt`, a text or messages; or `input_ids`.
-
-    Raises:
-        DataError: a row does not; the message names row and key.
-    """
+    """Check that every row holds one prompt: `messages`, a list; `prompt`, a text or messages; or `input_ids`."""
     for number, row in enumerate(rows):
         at = place_of(rows, number, where)
         if not isinstance(row, Mapping):
@@ -218,10 +177,7 @@ def check_prompts(rows: Table, where: str) -> None:
 def _not_one_prompt(row: Mapping[str, Any], keys: Sequence[str], at: str) -> str:
     """Return what is wrong with a row that has no prompt or several, and the option that chooses its column.
 
-    Args:
-        row: the row.
-        keys: the columns of prompts that the row has.
-        at: name of the row in messages; the group of options of its table comes first.
+    `at`: name of the row in messages; the group of options of its table comes first.
     """
     group = at.partition(", row index")[0].partition(".path=")[0]
     told = f"expected exactly one of {', '.join(PROMPT_KEYS)}, found {' and '.join(keys) or 'none'}"

@@ -141,20 +141,9 @@ def labelled_rows(
     true if it is desirable. `loss_mask` marks the answer with its end, which is the end of the row. A row longer than
     `max_length` is cut at its end.
 
-    Args:
-        rows: the table.
-        tokenizer: the model's tokenizer.
-        max_length: most tokens of a row.
-        where: the table's name in messages, such as "data.path=x.json".
-        **template_options: options of the chat template, such as `enable_thinking=False`.
-
-    Returns:
-        One token row per kept row. Batches also have `is_desirable` [N] bool. `tally` counts cut and dropped rows (see
-            `tokenise`).
-
-    Raises:
-        DataError: a row has another form, or the template refuses a conversation; the message names row and column.
-        ConfigError: the tokenizer cannot do this.
+    `max_length`: most tokens of a row. `**template_options`: options of the chat template, such as
+    `enable_thinking=False`. Returns one token row per kept row. Batches also have `is_desirable` [N] bool. `tally`
+    counts cut and dropped rows (see `tokenise`).
     """
     encode = prompted_answer_encoder(rows, tokenizer, ["completion"], {"label": bool}, where, template_options)
     tokens = tokenise(len(rows), encode, max_length, where)
@@ -169,13 +158,10 @@ def mismatched(batch: TensorDict, max_length: int) -> TensorDict | None:
     equal, their rows are taken one after another, and the answers are shifted by the rows of the most frequent prompt.
     The result depends only on the rows and their order.
 
-    Args:
-        batch: a right-padded batch. A row's answer begins with the first token of its `loss_mask` and ends the row.
-        max_length: most tokens of a row; a longer one is cut at its end.
-
-    Returns:
-        A batch with `input_ids`, `attention_mask` and `loss_mask` [M, L]. It has no row for a prompt that would get an
-            answer to the same prompt; None if that leaves no row.
+    `batch`: a right-padded batch. A row's answer begins with the first token of its `loss_mask` and ends the row.
+    `max_length`: most tokens of a row; a longer one is cut at its end. Returns a batch with `input_ids`,
+    `attention_mask` and `loss_mask` [M, L]. It has no row for a prompt that would get an answer to the same prompt;
+    None if that leaves no row.
     """
     lengths, starts = batch["attention_mask"].sum(-1).tolist(), batch["loss_mask"].int().argmax(-1).tolist()
     prompts = [tuple(ids[:start].tolist()) for ids, start in zip(batch["input_ids"], starts, strict=True)]
@@ -194,11 +180,7 @@ def mismatched(batch: TensorDict, max_length: int) -> TensorDict | None:
 
 
 def longest_mismatch(rows: TokenRows) -> int:
-    """Return the most tokens that a prompt has with the answer of any row.
-
-    Args:
-        rows: the table.
-    """
+    """Return the most tokens that a prompt has with the answer of any row."""
     learnt = np.flatnonzero(rows.loss_mask)
     prompts = learnt[np.searchsorted(learnt, rows.starts[:-1])] - rows.starts[:-1]
     return int(prompts.max() + (rows.lengths - prompts).max())

@@ -78,14 +78,7 @@ class TokenRows:
         return frozenset(np.unique(self.input_ids[self.starts[1:] - 1]).tolist())
 
     def loader(self, batch_size: int, seed: int, n_epochs: int, num_batches: int | None) -> BatchLoader | StreamLoader:
-        """Return a loader of shuffled batches.
-
-        Args:
-            batch_size: items in a batch.
-            seed: seed of the order.
-            n_epochs: epochs of a whole table.
-            num_batches: batches of a streamed table.
-        """
+        """Return a loader of shuffled batches."""
         if self.stream is None:
             return BatchLoader(self, batch_size, seed, n_epochs)
         return StreamLoader(self.stream, batch_size, seed, num_batches or 0)
@@ -119,12 +112,8 @@ class TokenRows:
     def batch(self, items: Sequence[int]) -> TensorDict:
         """Make a right-padded batch of these items, their rows adjacent, in this order.
 
-        Returns:
-            TensorDict of batch size [n] with n = rows_per_item x items: `input_ids` int64, `attention_mask` and
-                `loss_mask` bool, all [n, L] with the longest row's length L; and the keys of `per_row`.
-
-        Raises:
-            DataError: there are no items.
+        Returns a TensorDict of batch size [n] with n = rows_per_item x items: `input_ids` int64, `attention_mask` and
+        `loss_mask` bool, all [n, L] with the longest row's length L; and the keys of `per_row`.
         """
         if len(items) == 0:
             raise DataError("a batch of no items; expected at least one")
@@ -145,13 +134,7 @@ class TokenRows:
     def check_model(self, vocab_size: int, max_positions: int | None, table: str = "data") -> None:
         """Check that the model has every token and every position of the rows.
 
-        Args:
-            vocab_size: size of the model's vocabulary.
-            max_positions: length of the model's longest sequence; None if its config does not say it.
-            table: the table's name in the message.
-
-        Raises:
-            ConfigError: a row does not fit; the message names it.
+        `max_positions`: length of the model's longest sequence; None if its config does not say it.
         """
         if (largest := self.input_ids.max()) >= vocab_size:
             row = int(np.searchsorted(self.starts, self.input_ids.argmax(), side="right")) - 1
@@ -167,16 +150,7 @@ class TokenRows:
         return f"row index {self.source[item]} of {table}{source}"
 
     def check_capacity(self, capacity: int, name: str, table: str = "data") -> None:
-        """Check that every item fits a capacity.
-
-        Args:
-            capacity: tokens.
-            name: the capacity's name in the message.
-            table: the table's name in the message.
-
-        Raises:
-            ConfigError: an item does not fit; the message names its row.
-        """
+        """Check that every item fits a capacity."""
         sizes = self.lengths.reshape(-1, self.rows_per_item).sum(1)
         if sizes.max() > capacity:
             row = self._name_of(int(sizes.argmax()) * self.rows_per_item, table)
@@ -224,19 +198,7 @@ def tokenise(num_rows: int, encode: Encode, max_length: int, where: str, rows_pe
     An item is dropped, and counted, if one of its rows has nothing left to learn (the prompt alone fills `max_length`),
     or if its rows are equal.
 
-    Args:
-        num_rows: rows of the table.
-        encode: rows of the table -> for each of them `rows_per_item` sequences.
-        max_length: most tokens of one row.
-        where: the table's name in messages, such as "data.path=x.json".
-        rows_per_item: token rows of one row of the table.
-
-    Returns:
-        The token rows.
-
-    Raises:
-        ConfigError: `max_length` is below 2.
-        DataError: no item is left.
+    `max_length`: most tokens of one row.
     """
     if max_length < 2:
         raise ConfigError(f"max_length={max_length}: expected at least 2, a token and the one that it predicts")
@@ -273,13 +235,7 @@ def tokenise(num_rows: int, encode: Encode, max_length: int, where: str, rows_pe
 def mixed(parts: Mapping[str, TokenRows], weights: Mapping[str, float] | None) -> TokenRows:
     """Return the token rows of several sources as one table.
 
-    Args:
-        parts: token rows of each source.
-        weights: share of each source in an epoch; None: every item occurs once.
-
-    Raises:
-        DataError: sources have other keys than others, such as a margin.
-        ConfigError: a source's weight gives it no item in an epoch.
+    `weights`: share of each source in an epoch; None: every item occurs once.
     """
     first = next(iter(parts))
     for name, part in parts.items():
@@ -344,17 +300,8 @@ def answer_encoder(
     Prompt and answer are tokenised apart, as they are when an answer is generated. An answer ends with one
     end-of-sequence token. Only the answer is learnt.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        rows: the table.
-        answers: columns with answers.
-        ends: takes note of the end; None if nobody compares it.
-
-    Returns:
-        A function: row numbers -> for each row, one sequence for each answer.
-
-    Raises:
-        ConfigError: the tokenizer has no end-of-sequence token.
+    `ends`: takes note of the end; None if nobody compares it. Returns a function: row numbers -> for each row, one
+    sequence for each answer.
     """
     end = _end_of_sequence(tokenizer, ends)
 
@@ -369,16 +316,8 @@ def answer_encoder(
 def text_encoder(tokenizer: PreTrainedTokenizerBase, rows: Table, ends: LearntEnds | None = None) -> Encode:
     """Return a function that tokenises the `text` of rows, with one end-of-sequence token. All tokens are learnt.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        rows: the table.
-        ends: takes note of the end; None if nobody compares it.
-
-    Returns:
-        A function: row numbers -> for each row, one sequence.
-
-    Raises:
-        ConfigError: the tokenizer has no end-of-sequence token.
+    `ends`: takes note of the end; None if nobody compares it. Returns a function: row numbers -> for each row, one
+    sequence.
     """
     end = _end_of_sequence(tokenizer, ends)
 
@@ -447,11 +386,7 @@ class BatchLoader:
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another loader's position.
-
-        Raises:
-            CheckpointError: the state is of other data.
-        """
+        """Continue from another loader's position."""
         self._order.load_state_dict(state)
 
 
@@ -494,10 +429,6 @@ class StreamLoader:
         return {**self._items.state_dict(), "num_batches": self._num_dealt}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another loader's position.
-
-        Raises:
-            CheckpointError: the state is of other data.
-        """
+        """Continue from another loader's position."""
         self._items.load_state_dict(state)
         self._num_dealt = state["num_batches"]

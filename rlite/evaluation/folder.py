@@ -51,11 +51,7 @@ class Results(Shape):
 
 
 def read_results(file: Path) -> Results:
-    """Return the content of results.json.
-
-    Raises:
-        ConfigError: it cannot be read, or it is not of an evaluation.
-    """
+    """Return the content of results.json."""
     try:
         return Results.model_validate_json(file.read_bytes())
     except OSError as error:
@@ -119,11 +115,7 @@ class EvaluationResult:
 def check_no_run(folder: Path) -> None:
     """Check that a folder does not belong to a training run or a model.
 
-    Args:
-        folder: folder of the evaluation; it need not exist.
-
-    Raises:
-        ConfigError: the folder belongs to a run or a model.
+    `folder`: folder of the evaluation; it need not exist.
     """
     for name, whose in _OF_OTHERS.items():
         if (folder / name).exists():
@@ -136,15 +128,7 @@ def check_no_run(folder: Path) -> None:
 def held(folder: Path) -> closing[FolderLock]:
     """Keep other evaluations out of a folder until the end of the block, which removes the lock and empty new folders.
 
-    Args:
-        folder: is made if it does not exist.
-
-    Returns:
-        The block's context manager.
-
-    Raises:
-        FolderInUse: another evaluation is under way there.
-        StorageError: the folder cannot be written.
+    Returns the block's context manager.
     """
     with writing(folder):
         in_use = f"out={folder}: another evaluation is under way there; choose another folder"
@@ -154,12 +138,7 @@ def held(folder: Path) -> closing[FolderLock]:
 def check_alone(folder: Path, names: Collection[str]) -> None:
     """Check that a folder holds no samples or results of other models than these.
 
-    Args:
-        folder: folder of the evaluation; it need not exist.
-        names: names of the models that are evaluated.
-
-    Raises:
-        ConfigError: it holds those of another model, or a results.json that cannot be read.
+    `folder`: folder of the evaluation; it need not exist.
     """
     if others := _others(folder, names):
         raise ConfigError(
@@ -169,15 +148,7 @@ def check_alone(folder: Path, names: Collection[str]) -> None:
 
 
 def remove_others(folder: Path, names: Collection[str]) -> None:
-    """Remove samples and records of other models than these, and results.json if it contains them.
-
-    Args:
-        folder: folder of the evaluation.
-        names: names of the models that are evaluated.
-
-    Raises:
-        StorageError: a file cannot be removed.
-    """
+    """Remove samples and records of other models than these, and results.json if it contains them."""
     for name in _others(folder, names, ConfigError):
         remove_model(folder, name)
         with writing(folder / SAMPLES):
@@ -185,15 +156,7 @@ def remove_others(folder: Path, names: Collection[str]) -> None:
 
 
 def remove_model(folder: Path, name: str) -> None:
-    """Remove what is made of a model's samples: results.json, the record, and answers to tasks under way.
-
-    Args:
-        folder: folder of the evaluation.
-        name: name of the model.
-
-    Raises:
-        StorageError: a file cannot be removed.
-    """
+    """Remove what is made of a model's samples: results.json, the record, and answers to tasks under way."""
     with writing(folder / RESULTS):
         (folder / RESULTS).unlink(missing_ok=True)
     remove_record(folder, name)
@@ -201,16 +164,7 @@ def remove_model(folder: Path, name: str) -> None:
 
 
 def _others(folder: Path, names: Collection[str], *ignored: type[Exception]) -> list[str]:
-    """Return the names of other models whose samples or results a folder holds.
-
-    Args:
-        folder: folder of the evaluation.
-        names: names of the models that are evaluated.
-        *ignored: errors of results.json, which then counts as one without names.
-
-    Raises:
-        ConfigError: results.json cannot be read.
-    """
+    """Return the names of other models whose samples or results a folder holds."""
     found = [path.stem for path in sorted((folder / SAMPLES).glob("*.jsonl")) if path.is_file() and is_journal(path)]
     with suppress(*ignored):
         found += read_results(folder / RESULTS).models if (folder / RESULTS).is_file() else []
@@ -256,28 +210,14 @@ class Candidate(Answered):
     journal: Journal = field(kw_only=True)
 
     def begin(self, folder: Path) -> None:
-        """Begin the journal, after all checks. A restart removes earlier results.
-
-        Args:
-            folder: folder of the evaluation.
-
-        Raises:
-            StorageError: a file cannot be written.
-        """
+        """Begin the journal, after all checks. A restart removes earlier results."""
         if self.journal.is_new:
             remove_model(folder, self.name)
         self.journal.begin(CLOCK.now())
 
 
 def earlier_result(given: str) -> Answered | None:
-    """Return the result in a folder; None if the path is no folder of results.
-
-    Args:
-        given: path of the folder.
-
-    Raises:
-        ConfigError: the folder holds results of two models, they cannot be read, or samples are missing.
-    """
+    """Return the result in a folder; None if the path is no folder of results."""
     file = Path(given).expanduser() / RESULTS
     if not file.is_file() or any((file.parent / name).exists() for name in _OF_MODELS):
         return None
@@ -298,16 +238,7 @@ def earlier_result(given: str) -> Answered | None:
 
 
 def write_results(folder: Path, models: Sequence[Answered], result: EvaluationResult) -> None:
-    """Write the record, and then results.json, which appears when everything is written.
-
-    Args:
-        folder: folder of the evaluation.
-        models: with all their samples.
-        result: their metrics.
-
-    Raises:
-        StorageError: a file cannot be written.
-    """
+    """Write the record, and then results.json, which appears when everything is written."""
     remove_others(folder, [model.name for model in models])
     for model in models:
         write_record(folder, model.name, model.rows)

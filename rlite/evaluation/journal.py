@@ -64,14 +64,7 @@ class Journal:
         self._file: FileIO | None = None
 
     def begin(self, time: datetime | None = None) -> None:
-        """Remove what is not continued, and write the settings of a new journal.
-
-        Args:
-            time: time that chat templates write in the prompts of the samples.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Remove what is not continued, and write the settings of a new journal."""
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # without a buffer: what could not be written would be written again, and fail again, when it is closed
@@ -85,11 +78,7 @@ class Journal:
     def append(self, line: Mapping[str, Any]) -> None:
         """Write a sample that has ended, after `begin`.
 
-        Args:
-            line: values of JSON by key.
-
-        Raises:
-            StorageError: the file cannot be written.
+        `line`: values of JSON by key.
         """
         self._write(line)
         self.lines.append(dict(line))
@@ -114,11 +103,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> tuple[Settings, list[dict[str, Any]]]:
-    """Return the settings and the samples of a journal, whether or not a process still writes it.
-
-    Raises:
-        ConfigError: there is no journal.
-    """
+    """Return the settings and the samples of a journal, whether or not a process still writes it."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -146,11 +131,7 @@ def changed_settings(there: Settings, here: Settings) -> str:
 
 
 def _check_header(header: Mapping[str, Any] | None, path: Path) -> Settings:
-    """Return the settings of a journal.
-
-    Raises:
-        ConfigError: the file is no journal, or of another version.
-    """
+    """Return the settings of a journal."""
     if header is None or not isinstance(header.get("settings"), dict):
         raise ConfigError(f"{path}: no settings of samples in it; choose another folder")
     if header.get("version") != VERSION:
@@ -163,9 +144,6 @@ def _read(content: bytes, path: Path) -> tuple[dict[str, Any] | None, list[dict[
     """Return the header of a journal, None without one, and its further lines.
 
     A line that a killed process has cut off is left out.
-
-    Raises:
-        ConfigError: the file is no journal, or a line is no object of JSON.
     """
     if not (content.startswith(_BEGINNING) or _BEGINNING.startswith(content)):
         raise ConfigError(f"{path}: expected the samples of an evaluation, found another file")
@@ -174,11 +152,7 @@ def _read(content: bytes, path: Path) -> tuple[dict[str, Any] | None, list[dict[
 
 
 def _value(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    """Return the value of a line.
-
-    Raises:
-        ConfigError: the line is no object of JSON.
-    """
+    """Return the value of a line."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -280,16 +254,7 @@ class _Settings(Shape):
 def missing_places(settings: Mapping[str, Any], lines: Lines, path: Path) -> set[Hashable]:
     """Return the places without a line, after a check of settings and lines.
 
-    Args:
-        settings: settings of the journal.
-        lines: lines of the journal.
-        path: the journal.
-
-    Returns:
-        Names of tasks with the numbers of their samples, or (group, sample).
-
-    Raises:
-        ConfigError: settings or lines have another form, or a line occurs twice.
+    Returns names of tasks with the numbers of their samples, or (group, sample).
     """
     expected = _checked(_Settings, settings, f"{path}: settings")
     shape: type[_Task | _Row] = _Task if expected.tasks.tasks else _Row

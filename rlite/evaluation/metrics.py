@@ -90,14 +90,7 @@ def summary(
         num_failed_attempts attempts that failed, and failed_attempts/KIND by kind; missing if none failed
         num_redrawn         samples whose model answered anew after a failure, and redrawn/KIND; missing if none did
 
-    Args:
-        samples: at least one; `ks` or more of each item.
-        ks: largest k.
-        solved_at: score from which a sample is solved.
-        confidence: level of the intervals; None for no intervals.
-
-    Raises:
-        DataError: there are no samples, or an item has fewer than `ks`.
+    `samples`: at least one; `ks` or more of each item. `confidence`: level of the intervals; None for no intervals.
     """
     with_error = partial(_with_error, confidence=confidence)
     items = _by_item(samples, ks)
@@ -152,11 +145,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Return an unbiased estimate of the probability that one of k samples is solved.
 
     1 - C(n - c, k) / C(n, k), equation 1 of "Evaluating Large Language Models Trained on Code", arXiv 2107.03374.
-
-    Args:
-        n: samples of an item.
-        c: solved samples among them.
-        k: samples that are drawn, at most n.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -167,10 +155,6 @@ def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
     Samples without an answer, and failed ones, do not vote; without votes the item is not solved. Between equally
     frequent answers a random choice is made, and its expectation is returned. The same holds if samples with the same
     answer are solved and not solved: the mean over these samples counts.
-
-    Args:
-        samples: samples of one item.
-        solved_at: score from which a sample is solved.
     """
     votes = defaultdict[str, list[bool]](list)
     for sample in samples:
@@ -181,11 +165,7 @@ def majority(samples: Iterable[Sample], solved_at: float = SOLVED_AT) -> float:
 
 
 def _by_item(samples: Sequence[Sample], ks: int) -> Mapping[str, list[Sample]]:
-    """Return the samples of each item, in the order of their numbers.
-
-    Raises:
-        DataError: there are no samples, or an item has fewer than `ks`.
-    """
+    """Return the samples of each item, in the order of their numbers."""
     if not samples:
         raise DataError("an evaluation without samples has no metrics; expected at least one")
     ordered = sorted(samples, key=lambda sample: (sample.item, sample.sample))
@@ -261,15 +241,7 @@ def compare(
     failed sample counts 0, or the worst score of both models if that is worse than 0, so that failures of both models
     are equal; `summary` knows one model alone. The same arguments give the same result.
 
-    Args:
-        first: samples of the first model.
-        second: samples of the second model.
-        confidence: level of the interval, between 0 and 1.
-        seed: seed of the draws.
-        lower_is_better: whether a lower score is better.
-
-    Raises:
-        DataError: there are no samples, or the items of the two differ.
+    `confidence`: level of the interval, between 0 and 1.
     """
     differences = paired_differences(first, second, lower_is_better)
     gains = -differences if lower_is_better else differences
@@ -296,16 +268,7 @@ def _agreeing(low: float, high: float, difference: float, is_significant: bool) 
 def paired_differences(
     first: Sequence[Sample], second: Sequence[Sample], lower_is_better: bool = False
 ) -> statistics.Floats:
-    """Return the second model's mean score less the first's, for each item, in the order of the items' ids.
-
-    Args:
-        first: samples of the first model.
-        second: samples of the second model.
-        lower_is_better: whether a lower score is better, which decides the score of failed samples.
-
-    Raises:
-        DataError: there are no samples, or the items of the two differ.
-    """
+    """Return the second model's mean score less the first's, for each item, in the order of the items' ids."""
     wrong = statistics.wrong_score(finished_scores([*first, *second]), lower_is_better)
     before, after = mean_scores(first, wrong), mean_scores(second, wrong)
     if before.keys() != after.keys():
@@ -338,9 +301,6 @@ def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str
     """Yield the metrics of tasks: TASK/METRIC and TASK/METRIC_stderr, with the harness's filter if it has a name.
 
     A metric that is not finite, such as the standard error of a single question, is left out.
-
-    Args:
-        results: the harness's `results`, by task.
     """
     for task, metric, name, value in _filtered(results):
         if _is_finite(value):
@@ -351,12 +311,7 @@ def task_metrics(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str
 def directions(
     results: Mapping[str, Mapping[str, Any]], higher_is_better: Mapping[str, Mapping[str, bool | None]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield whether a higher value is better, for each metric of `task_metrics` of which the task says it.
-
-    Args:
-        results: the harness's `results`, by task.
-        higher_is_better: the harness's `higher_is_better`, by task and metric.
-    """
+    """Yield whether a higher value is better, for each metric of `task_metrics` of which the task says it."""
     for task, metric, name, _ in _filtered(results):
         if (is_higher := higher_is_better.get(task, {}).get(metric)) is not None:
             yield _name(task, metric, name), is_higher
@@ -365,12 +320,7 @@ def directions(
 def lower_is_better(
     samples: Mapping[str, Sequence[Mapping[str, Any]]], higher_is_better: Mapping[str, Mapping[str, bool | None]]
 ) -> list[str]:
-    """Return the tasks whose score, the first metric, is better the lower it is.
-
-    Args:
-        samples: the harness's `samples`, by task.
-        higher_is_better: the harness's `higher_is_better`, by task and metric.
-    """
+    """Return the tasks whose score, the first metric, is better the lower it is."""
     scored = {task: own[0]["metrics"][0] for task, own in samples.items() if own and own[0]["metrics"]}
     return [task for task, metric in scored.items() if higher_is_better.get(task, {}).get(metric) is False]
 
@@ -379,9 +329,6 @@ def task_values(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str,
     """Return the values of each metric, one for each question in order, by the names of `task_metrics`.
 
     A metric with a value that is no finite number is left out.
-
-    Args:
-        samples: the harness's `samples`, by task.
     """
     found = defaultdict[str, list[Any]](list)
     for task, question in ((task, question) for task, own in samples.items() for question in own):
@@ -393,9 +340,7 @@ def task_values(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str,
 def summary_of_tasks(lines: Lines, k: int | None = None) -> dict[str, float]:
     """Return the metrics of all tasks. Of several samples: their means, with errors clustered by question, and pass@k.
 
-    Args:
-        lines: all lines of a journal.
-        k: largest k of pass@k; None: the number of samples.
+    `k`: largest k of pass@k; None: the number of samples.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(line["task"] for line in lines):
@@ -451,11 +396,7 @@ def task_of(sample: Sample) -> str:
 
 
 def lowest_tasks(lines: Lines) -> set[str]:
-    """Return the tasks whose score is better the lower it is.
-
-    Args:
-        lines: lines of a journal.
-    """
+    """Return the tasks whose score is better the lower it is."""
     return {task for line in lines for task in line.get("lower_is_better", ())}
 
 

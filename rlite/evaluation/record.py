@@ -47,21 +47,14 @@ class EvaluationRecord(Observer):
         self._recorder: Recorder = NoRecorder()
 
     def open(self, tokenizer: Any) -> None:
-        """Begin, after the run has opened its folder.
-
-        Args:
-            tokenizer: the model's tokenizer.
-        """
+        """Begin, after the run has opened its folder."""
         limit = int(self._amounts.record_limit * 2**30)
         self._recorder = make_recorder(self._run.folder, tokenizer, self._amounts.record, limit)
 
     def evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
         """Record an evaluation.
 
-        Args:
-            name: name of the set; a single set without a name is recorded as `test`.
-            step: finished steps before the evaluation.
-            episodes: what `RolloutCollector.evaluate` returned.
+        `name`: name of the set; a single set without a name is recorded as `test`.
         """
         self._recorder.record_evaluation(name or SINGLE, step, episodes)
         self._tell_of_limit()
@@ -77,13 +70,7 @@ class EvaluationRecord(Observer):
         self.begin()
 
     def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
-        """Record evaluations.
-
-        Args:
-            run: the run.
-            step: finished steps of the evaluated weights.
-            evaluations: evaluations with their episodes.
-        """
+        """Record evaluations."""
         for each in evaluations:
             self.evaluation(each.set.name, step, each.episodes)
 
@@ -107,11 +94,7 @@ class EvaluationRecord(Observer):
             logger.exception("the end of the record could not be written")
 
     def _end(self, reason: str) -> None:
-        """Write everything to disk. Later evaluations are not recorded.
-
-        Args:
-            reason: how the run ended, in words.
-        """
+        """Write everything to disk. Later evaluations are not recorded."""
         recorder, self._recorder = self._recorder, NoRecorder()
         recorder.close()
 
@@ -128,17 +111,7 @@ Row = dict[str, Any]
 
 
 def row_of(ended: Ended, item: str, texts: TokenTexts, has_tokens: bool) -> Row:
-    """Return the row of an episode. The columns of its sample exist even if the record cannot read the trajectory.
-
-    Args:
-        ended: the episode, as `run_episodes` gives it.
-        item: id of its data item.
-        texts: decodes its sequences.
-        has_tokens: keep the tokens, too.
-
-    Raises:
-        DataError: `scores` or `rewards` of the trajectory is missing, or not [N].
-    """
+    """Return the row of an episode. The columns of its sample exist even if the record cannot read the trajectory."""
     sample, trajectory = sample_of_episode(ended, item), ended.episodes[0].trajectory
     tables = make_tables(0, [replace(ended, item=item)], texts, {0})
     (row,) = tables["rows"].to_pylist()
@@ -153,15 +126,6 @@ def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
     """Write the record of an evaluation, in the order of items and samples. A former record of the name is replaced.
 
     Each file is replaced at once, so that a reader finds the former record or this one.
-
-    Args:
-        folder: holds `record/`.
-        name: name of the evaluation.
-        rows: rows of all samples of the evaluation.
-
-    Raises:
-        DataError: a value has another type than its column. The former record is left.
-        StorageError: a file cannot be written.
     """
     ordered = sorted(rows, key=lambda row: (row["group"], row["sample"]))
     tokens = [own for row in ordered for own in row.get("tokens", ())]
@@ -177,16 +141,7 @@ def write_record(folder: Path, name: str, rows: Iterable[Row]) -> None:
 
 
 def remove_record(folder: Path, name: str, keep: Collection[Path] = ()) -> None:
-    """Remove the record of an evaluation.
-
-    Args:
-        folder: holds `record/`.
-        name: name of the evaluation.
-        keep: files that stay.
-
-    Raises:
-        StorageError: a file cannot be removed.
-    """
+    """Remove the record of an evaluation."""
     for file in all_files(folder):
         if file.source == source_of(name) and file.path not in keep:
             with writing(file.path):
@@ -208,10 +163,6 @@ def task_rows(samples: Mapping[str, Sequence[Mapping[str, Any]]], sample: int = 
     """Yield a row of the record for each question whose first metric is a number, of the first filter of its task.
 
     A number that is not finite is no score: the sample has failed.
-
-    Args:
-        samples: the harness's `samples`, by task.
-        sample: number of the sample.
     """
     for task, own in samples.items():
         for question in own:

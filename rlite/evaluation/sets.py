@@ -44,13 +44,7 @@ class EvaluationSet:
             raise DataError(f"the evaluation set {self.name!r} has no rows; expected at least one")
 
     def plan(self, own: GeneratedOptions, test_freq: int, rewards: Collection[str] = ()) -> str:
-        """Return how many answers are generated, how they are sampled and judged, and when.
-
-        Args:
-            own: options of the set.
-            test_freq: steps between two evaluations, if the set does not say.
-            rewards: names of the run's rewards, for a set without a source of rewards.
-        """
+        """Return how many answers are generated, how they are sampled and judged, and when."""
         sampling = self.workflow.gconfig
         parts = [counted(len(self.rows), "prompt") + (f" x {self.samples}" if self.samples > 1 else "")]
         if sampling is not None:
@@ -68,18 +62,7 @@ class EvaluationSet:
 
 
 def make_set(name: str, rows: Rows, workflow: RolloutWorkflow, own: GeneratedOptions) -> EvaluationSet:
-    """Return a set of `test_data`.
-
-    Args:
-        name: name of the set.
-        rows: all rows of its table.
-        workflow: answers and scores them.
-        own: options of the set.
-
-    Raises:
-        ConfigError: the samples of a prompt are all the same.
-        DataError: there are no rows.
-    """
+    """Return a set of `test_data`."""
     rows = rows if own.limit is None else rows[: own.limit]
     made = EvaluationSet(name, rows, workflow, own.samples, own.k or own.samples, own.solved_at)
     gconfig = workflow.gconfig
@@ -99,16 +82,8 @@ def make_sets(
 ) -> dict[str, EvaluationSet]:
     """Return the sets to evaluate on, by name.
 
-    Args:
-        options: `test_data`; a set without options has the defaults.
-        sampling_of: completes the sampling of a set without a workflow.
-        workflow: workflow of training. Its copy with the sampling for evaluation evaluates sets without a workflow.
-        rows: rows of a single set, which may be none, or of several by name.
-        workflows: workflow of all sets, or of some by name.
-
-    Raises:
-        ConfigError: a set samples several responses that are all the same, a workflow or options are of no set, or a
-            name is not valid.
+    `options`: `test_data`; a set without options has the defaults. `workflow`: workflow of training. Its copy with the
+    sampling for evaluation evaluates sets without a workflow.
     """
     by_name = rows if isinstance(rows, Mapping) else {UNNAMED: rows} if len(rows) else {}
     own = workflows if isinstance(workflows, Mapping) else dict.fromkeys(by_name, workflows)
@@ -143,13 +118,7 @@ def _sampled(workflow: RolloutWorkflow, sampling: SetSamplingOptions, is_copied:
 def reported_metrics(
     sets: Mapping[str, EvaluationSet], metrics: Sequence[str], of_steps: Sequence[str] = ()
 ) -> ReportedMetrics:
-    """Return the metrics that a run shows: of evaluations the first, and at the end also the largest pass@k.
-
-    Args:
-        sets: the sets.
-        metrics: metrics of every set, the most important first.
-        of_steps: metrics of every step.
-    """
+    """Return the metrics that a run shows: of evaluations the first, and at the end also the largest pass@k."""
     compared, evaluated = metrics_of(sets, metrics), metrics_of(sets, metrics)
     for name, each in sets.items():
         compared += [metric_of(name, f"{kind}@{each.k}") for kind in ("pass", "majority") if each.k > 1]

@@ -26,8 +26,7 @@ def wrong_score(scores: Iterable[float], lower_is_better: bool = False) -> float
 def clustered_standard_error(clusters: Iterable[Sequence[float]]) -> float:
     """Return the standard error of the mean of all scores, if the scores of a cluster are correlated.
 
-    Args:
-        clusters: scores of each cluster; at least two clusters.
+    `clusters`: scores of each cluster; at least two clusters.
     """
     groups = list(clusters)
     n, mean = sum(map(len, groups)), fmean([score for group in groups for score in group])
@@ -42,10 +41,8 @@ def clustered_errors(deviations: Floats, begins: NDArray[np.int64], numbers: NDA
     regression on a constant (Liang and Zeger, 1986), with the correction for few clusters. See section 2.2 of "Adding
     Error Bars to Evals", arXiv 2411.00640. With one score in each cluster it is the usual s / sqrt(n).
 
-    Args:
-        deviations: sum over each cluster of the scores less their mean [G], the clusters of a mean side by side.
-        begins: first cluster of each mean [M].
-        numbers: scores of each mean [M].
+    `deviations`: sum over each cluster of the scores less their mean [G], the clusters of a mean side by side.
+    `begins`: first cluster of each mean [M]. `numbers`: scores of each mean [M].
     """
     clusters = np.diff(begins, append=len(deviations))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -57,13 +54,6 @@ def score_limits(mean: float, variance: float, n: float, z: float, size: float =
 
     E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22, 1927; his interval if
     all values are 0 or `size`.
-
-    Args:
-        mean: mean of the values.
-        variance: their variance.
-        n: number of independent values.
-        z: quantile of the normal distribution.
-        size: largest value.
     """
     share = z * z / n
     middle = (mean + share * size / 2) / (1 + share)
@@ -79,10 +69,7 @@ def difference_interval(differences: Floats, confidence: float = 0.95, largest: 
     Medicine 17, 1998. For scores of 0 and 1 it is that method; for other scores, the largest difference takes the place
     of 1. For many items it is mean +- z s / sqrt(n).
 
-    Args:
-        differences: one for each item [n].
-        confidence: level of the interval, between 0 and 1.
-        largest: largest possible difference of an item.
+    `differences`: one for each item [n]. `confidence`: level of the interval, between 0 and 1.
     """
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     size, num_differing = float(np.abs(differences).max()), np.count_nonzero(differences)
@@ -117,9 +104,7 @@ def sign_flip_p_value(differences: Floats, seed: int = 0) -> float:
     sample of 0 or 1 for each item this is McNemar's exact test. Otherwise `RESAMPLES` flips are drawn, and the p-value
     is (b + 1) / (RESAMPLES + 1), which is valid: equation 2 of Phipson and Smyth, arXiv 1603.05766.
 
-    Args:
-        differences: one for each item [n].
-        seed: seed of the draws.
+    `differences`: one for each item [n].
     """
     changed = differences[differences != 0]
     far = abs(changed.sum()) - 1e-9 * np.abs(changed).sum()  # equal sums differ by rounding

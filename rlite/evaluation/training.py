@@ -83,18 +83,13 @@ class Evaluations:
         return (self.engines.evaluation or self.engines.rollout).collector
 
     def has_work(self, is_saving: bool = False) -> bool:
-        """Return whether a set is due and the run is not interrupted.
-
-        Args:
-            is_saving: a checkpoint is about to be written.
-        """
+        """Return whether a set is due and the run is not interrupted."""
         return bool(self.due()) and not self.run.is_interrupted
 
     def next(self) -> EndedEvaluations:
         """Evaluate the sets that are due, or all if none is.
 
-        Returns:
-            The evaluations; if the run is interrupted meanwhile, those that have ended before.
+        Returns the evaluations; if the run is interrupted meanwhile, those that have ended before.
         """
         sets = self.due() or list(self.sets.values())
         evaluations = evaluate_each(self.collector, sets, lambda: self.run.is_interrupted)
@@ -155,8 +150,7 @@ class BackgroundEvaluations(Evaluations):
     def next(self) -> EndedEvaluations:
         """Wait for the evaluations under way, if there are some; else begin those that are due.
 
-        Returns:
-            The evaluations that were under way; none if the run is interrupted before their end.
+        Returns the evaluations that were under way; none if the run is interrupted before their end.
         """
         if self._left is not None:
             (step, names), self._left = self._left, None
@@ -213,15 +207,7 @@ def make_evaluations(
 ) -> Evaluations:
     """Return the evaluations of a run, as `trainer.evaluate` chooses.
 
-    Args:
-        options: `test_data`; a set without options has the defaults.
-        trainer: options of the run.
-        run: counts the steps.
-        engines: serve the policy.
-        sets: the sets by name.
-
-    Raises:
-        ConfigError: evaluations have devices of their own, and there is nothing to evaluate.
+    `options`: `test_data`; a set without options has the defaults.
     """
     own = {name: options.get(name, HeldOutPromptOptions()) for name in sets}
     every = {name: each.every or trainer.test_freq for name, each in own.items()}
@@ -267,23 +253,12 @@ class InvalidEvaluations:
     def without(
         self, metrics: Mapping[str, float], evaluations: Sequence[Evaluation], first_losses: Mapping[str, str]
     ) -> Mapping[str, float]:
-        """Return logged metrics without those of invalid evaluations.
-
-        Args:
-            metrics: metrics of these evaluations, and maybe of others.
-            evaluations: evaluations of generated answers.
-            first_losses: an example of each cause of lost groups.
-        """
+        """Return logged metrics without those of invalid evaluations."""
         invalid = [each.set.name for each in evaluations if not self.is_valid(each, first_losses)]
         return {} if UNNAMED in invalid else without_sets(invalid, metrics)
 
     def is_valid(self, evaluation: Evaluation, first_losses: Mapping[str, str]) -> bool:
-        """Return whether few enough episodes of an evaluation failed, and report the first invalid one of each set.
-
-        Args:
-            evaluation: evaluation of a set.
-            first_losses: an example of each cause of lost groups.
-        """
+        """Return whether few enough episodes of an evaluation failed, and report the first invalid one of each set."""
         name, num_errors, num_episodes = evaluation.set.name, evaluation.lost.total(), len(evaluation.samples)
         for cause, facts in selection_of(evaluation.samples).alarms():
             self._alarm_once(name, cause, "evaluation", f": {cause}", facts)
@@ -326,11 +301,7 @@ class AnsweringEngine:
         self._takes_turns = False
 
     def build(self) -> None:
-        """Place the engine that answers.
-
-        Raises:
-            ConfigError: generation.tp_size does not divide the devices.
-        """
+        """Place the engine that answers."""
         if not self._sets:
             return
         self._takes_turns = rlite.current_session().device == "cuda"
@@ -348,13 +319,7 @@ class AnsweringEngine:
     ) -> list[Evaluation]:
         """Return evaluations of the weights as they are now. On GPUs the trained engine is away meanwhile.
 
-        Args:
-            sets: the sets.
-            version: finished steps of training.
-            is_interrupted: becomes true when the evaluations are to end early.
-
-        Returns:
-            The evaluations that have ended before.
+        Returns the evaluations that have ended before.
         """
         if self._takes_turns:
             self._serving.cuda("weights")

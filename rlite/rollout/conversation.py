@@ -139,11 +139,7 @@ class Transcript:
 
 
 def check_turn_discount(turn_discount: float) -> None:
-    """Check that a discount is in [0, 1].
-
-    Raises:
-        ConfigError: the discount is out of range.
-    """
+    """Check that a discount is in [0, 1]."""
     if not 0 <= turn_discount <= 1:
         raise ConfigError(f"turn_discount={turn_discount!r}: expected a number in [0, 1]")
 
@@ -390,11 +386,7 @@ class ConversationWorkflow(PromptWorkflow):
 
 
 def check_history(history: str) -> None:
-    """Check that a name is a `History`.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Check that a name is a `History`."""
     if history not in get_args(History):
         raise ConfigError(f"history={history!r}: expected one of {', '.join(get_args(History))}")
 

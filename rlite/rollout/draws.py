@@ -52,9 +52,7 @@ class Draws:
     def again(self, draw: Draw, version: int) -> Draw:
         """Return the draw of an earlier attempt for the same request if it is complete, else a new draw.
 
-        Args:
-            draw: the new draw. It takes the seed of an earlier draw that has begun.
-            version: current policy version.
+        `draw`: the new draw. It takes the seed of an earlier draw that has begun.
         """
         if (earlier := next((each for each in self.earlier if each.key == draw.key), None)) is not None:
             self.earlier = [each for each in self.earlier if each is not earlier]
@@ -66,11 +64,7 @@ class Draws:
         return draw
 
     def are_other(self, version: int) -> bool:
-        """Return whether the current attempt has other answers than an earlier one.
-
-        Args:
-            version: current policy version.
-        """
+        """Return whether the current attempt has other answers than an earlier one."""
         is_missing = any(draw.has_begun for draw in self.earlier)
         return is_missing or any(draw.is_repeated and draw.version != version for draw in self.own)
 
@@ -106,11 +100,7 @@ class AttemptHistory:
     def turn(self, prompt: list[int]) -> Iterator[Callable[[TokenChunk], None]]:
         """Note a request, whose answer arrives inside of the block.
 
-        Args:
-            prompt: ids of its tokens.
-
-        Yields:
-            A function that takes the answer, chunk by chunk.
+        Yields a function that takes the answer, chunk by chunk.
         """
         history = next((each for each in reversed(self._sequences) if self._is_continued(each, prompt)), None)
         if history is None:

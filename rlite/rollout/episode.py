@@ -70,8 +70,7 @@ class Episode:
     def take_trajectory(self, trajectory: TensorDict | None) -> None:
         """Keep what the workflow has returned.
 
-        Args:
-            trajectory: checked; None if the workflow refuses the group.
+        `trajectory`: checked; None if the workflow refuses the group.
         """
         self.trajectory = trajectory
         if trajectory is not None:
@@ -80,9 +79,7 @@ class Episode:
     def take_answer(self, reward: object, answer: str | None) -> None:
         """Keep the answer that a reward has named. Without one, the former answer of the same reward is removed.
 
-        Args:
-            reward: the function that has judged the episode.
-            answer: None if the reward names no answer.
+        `answer`: None if the reward names no answer.
         """
         if answer is not None or self._answered_by is reward:
             self.answer, self._answered_by = answer, reward
@@ -127,14 +124,7 @@ def current_episode() -> Episode | None:
 
 @contextmanager
 def running(episode: Episode) -> Iterator[None]:
-    """Make an episode the current one inside of the block, in which its attempts begin and end.
-
-    Args:
-        episode: runs in this task.
-
-    Yields:
-        None.
-    """
+    """Make an episode the current one inside of the block, in which its attempts begin and end."""
     token = _current.set(episode)
     episode.started = episode.now()
     try:
@@ -165,10 +155,7 @@ def mix(seed: int, number: int) -> int:
 def group_seed(seed: int | None, version: int, position: int) -> int | None:
     """Return the seed of a group, if there is a seed.
 
-    Args:
-        seed: the collector's, from its options.
-        version: policy version at the submission.
-        position: the item's, among the submitted ones. A resumed run submits the same items at the same positions.
+    `position`: the item's, among the submitted ones. A resumed run submits the same items at the same positions.
     """
     return None if seed is None else mix(mix(seed, version), position)
 
@@ -251,11 +238,7 @@ class SampleInference:
         self._is_over = True
 
     async def _check_open(self) -> None:
-        """Refuse requests after the attempt's end. The delay keeps a loop that ignores errors from turning quickly.
-
-        Raises:
-            RolloutError: The attempt has ended.
-        """
+        """Refuse requests after the attempt's end. The delay keeps a loop that ignores errors from turning quickly."""
         if self._is_over:
             await asyncio.sleep(REFUSAL_DELAY)
             raise RolloutError("the attempt at this episode has ended; its requests are no longer answered")
@@ -266,12 +249,7 @@ class SampleInference:
     ) -> Iterator[tuple[Draw, OnChunk]]:
         """Record a wait for the engine, which answers a request inside of the block.
 
-        Yields:
-            The draw of the request, and a function that takes the tokens as they arrive.
-
-        Raises:
-            CancelledError: The wait was cancelled.
-            GeneratorExit: The stream was closed.
+        Yields the draw of the request, and a function that takes the tokens as they arrive.
         """
         draw, episode = self._draw(request, is_stream), self._episode
         kept = episode.attempt.turn(request.input_ids) if self._keeps_tokens else nullcontext()
@@ -324,11 +302,6 @@ def changed(value: Value, **fields: Any) -> Value:
 
 
 def copied(answer: Answer, kind: type[list[Any]] | type[tuple[Any, ...]] = list) -> Answer:
-    """Return an answer, or a chunk of one, with lists of its own.
-
-    Args:
-        answer: answer or chunk.
-        kind: `tuple` for an answer that is kept, since Python's garbage collector does not look at tuples of numbers.
-    """
+    """Return an answer, or a chunk of one, with lists of its own."""
     columns = {name: kind(values) for name, values in vars(answer).items() if isinstance(values, list | tuple)}
     return changed(answer, **columns, extras={name: kind(column) for name, column in answer.extras.items()})

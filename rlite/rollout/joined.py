@@ -16,13 +16,8 @@ from rlite.rollout.workflow import of_trajectory
 def join_histories(histories: Sequence[TokenHistory], num_turns: int) -> TensorDict:
     """Return the sequences of one episode as the rows of one trajectory.
 
-    Args:
-        histories: at least one, each with a turn of the model.
-        num_turns: the turns of the episode.
-
-    Returns:
-        A TensorDict of batch size [k] with the keys of `rlite.rollout.workflow.trajectory`, `token_rewards` [k, L],
-        `sequence_index` [k] from 0, `num_turns` [k], and `rewards` [k], the sum of the token rewards of all rows.
+    Returns a TensorDict of batch size [k] with the keys of `rlite.rollout.workflow.trajectory`, `token_rewards` [k, L],
+    `sequence_index` [k] from 0, `num_turns` [k], and `rewards` [k], the sum of the token rewards of all rows.
     """
     count = len(histories)
     rows = pad_trajectories([history.row(has_rewards=True) for history in histories]).exclude("group_ids")

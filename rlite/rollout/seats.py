@@ -49,14 +49,7 @@ class Seat:
     async def say(self, *texts: str | Message) -> str | None:
         """Return the player's answer.
 
-        Args:
-            *texts: messages, or texts of a user, that the player reads now.
-
-        Returns:
-            The answer; None if the player's context has no room left.
-
-        Raises:
-            ConfigError: there is nothing new to answer.
+        Returns the answer; None if the player's context has no room left.
         """
         if not texts and self.messages and self.messages[-1]["role"] == "assistant":
             raise ConfigError(f"seat {self.name}: it has answered; say() needs a message that it answers next")

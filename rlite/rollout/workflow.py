@@ -172,13 +172,6 @@ def reward_arguments(
     """Return the keyword arguments of a reward function: these four values, and the item's other keys.
 
     A prompt that is a list of messages is also there, as `messages`.
-
-    Args:
-        item: the data item.
-        prompt: text of the prompt.
-        completion: text of the completion.
-        prompt_ids: tokens of the prompt.
-        completion_ids: tokens of the completion.
     """
     messages = {"messages": item["prompt"]} if isinstance(item.get("prompt"), list) else {}
     return {
@@ -192,11 +185,7 @@ def reward_arguments(
 
 
 def check_completed(response: LLMResponse) -> None:
-    """Check that the engine has not aborted a completion.
-
-    Raises:
-        EngineAborted: it has.
-    """
+    """Check that the engine has not aborted a completion."""
     if response.stop_reason == "abort":
         raise EngineAborted(f"the engine aborted the completion after {response.output_len} tokens")
 
@@ -225,15 +214,7 @@ def prompt_ids(
 ) -> list[int]:
     """Return an item's prompt as tokens.
 
-    Args:
-        data: the item, with `input_ids`, `messages` or `prompt`.
-        tokenizer: the model's.
-        chat_template_options: further keyword arguments for `apply_chat_template`.
-        limit: context length in tokens; None is unknown.
-
-    Raises:
-        DataError: The item has no prompt, or the chat template refuses its messages.
-        TooManyTokens: The text is far longer than `limit` tokens.
+    `limit`: context length in tokens; None is unknown.
     """
     if "input_ids" in data:
         return token_ids(data["input_ids"], "the item's input_ids")
@@ -246,13 +227,7 @@ def prompt_ids(
 def prompt_text(
     data: Mapping[str, Any], tokenizer: Tokenizer, chat_template_options: Mapping[str, Any] | None = None
 ) -> str:
-    """Return an item's prompt as text; a raw text comes without the tokenizer's special tokens.
-
-    Args:
-        data: the item, with `input_ids`, `messages` or `prompt`.
-        tokenizer: the model's.
-        chat_template_options: further keyword arguments for `apply_chat_template`.
-    """
+    """Return an item's prompt as text; a raw text comes without the tokenizer's special tokens."""
     if "input_ids" in data:
         return tokenizer.decode(token_ids(data["input_ids"], "the item's input_ids"))
     prompt = _prompt(data)
@@ -265,9 +240,7 @@ def prompt_text(
 def template_options(data: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return options for the chat template: those given, and the `tools` of an item unless tools are given.
 
-    Args:
-        data: the item. Its `tools` are for the template if they are JSON schemas.
-        options: keyword arguments for `apply_chat_template`.
+    `data`: the item. Its `tools` are for the template if they are JSON schemas.
     """
     tools = data.get("tools")
     has_schemas = isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools)

@@ -32,20 +32,8 @@ def prompted_answer_encoder(
     answer is a text, or after messages a list of messages; see `check_answer`. Only the answer is learnt, with its end:
     in a raw text, the end-of-sequence token. A sequence ends with its answer.
 
-    Args:
-        rows: the table.
-        tokenizer: the model's tokenizer.
-        answers: columns with answers.
-        columns: types of further columns that every row must have.
-        where: the table's name in messages, such as "data.path=x.json".
-        template_options: options of the chat template, such as `enable_thinking=False`, and of `ChatEncoder`.
-
-    Returns:
-        A function: row numbers -> for each row, one sequence for each answer.
-
-    Raises:
-        DataError: a row has another form; the message names row and column.
-        ConfigError: the tokenizer cannot do this.
+    `template_options`: options of the chat template, such as `enable_thinking=False`, and of `ChatEncoder`. Returns a
+    function: row numbers -> for each row, one sequence for each answer.
     """
     is_chat = bool(rows) and rows[0].get("messages") is not None
     needed: dict[str, Any] = dict.fromkeys(answers, (str, list) if is_chat else str)
@@ -72,17 +60,7 @@ def chat_encoder(
 ) -> Encode:
     """Return a function that tokenises the conversations of rows. Only messages of the assistant are learnt.
 
-    Args:
-        encoder: encoder of conversations.
-        rows: the table.
-        chats: returns the conversations of a row.
-        where: the table's name in messages, such as "data.path=x.json".
-        last_turn_only: learn only the last of the turns.
-        is_cut: end a sequence with its last turn: text that a template writes after it is removed, so a row ends as a
-            generated row does.
-
-    Returns:
-        A function: row numbers -> for each row, one sequence for each conversation.
+    Returns a function: row numbers -> for each row, one sequence for each conversation.
     """
 
     def encode(numbers: range) -> list[list[Tokens]]:
@@ -107,17 +85,7 @@ def answer_messages(answer: str | Messages) -> Messages:
 
 
 def learnt_turns(chat: EncodedChat, messages: Messages, first: int, where: str) -> list[int]:
-    """Return the indexes of the assistant's turns that are learnt: from a message on, unless a weight is 0 or false.
-
-    Args:
-        chat: the tokens of the messages.
-        messages: the conversation.
-        first: number of the first message that is learnt.
-        where: names the row in errors.
-
-    Raises:
-        DataError: a weight is neither 0 nor 1, or the turns cannot be told from the others.
-    """
+    """Return the indexes of the assistant's turns that are learnt: from a message on, unless a weight is 0 or false."""
     for number, message in enumerate(messages[first:], start=first):
         for key in WEIGHTS:
             if message.get(key) not in (None, 0, 1):
@@ -138,16 +106,7 @@ def learnt_turns(chat: EncodedChat, messages: Messages, first: int, where: str) 
 
 
 def check_answer(messages: Messages, where: str, column: str) -> None:
-    """Check that messages answer a prompt: of the assistant, with results of tools between them.
-
-    Args:
-        messages: the answer.
-        where: names the row in errors.
-        column: names the answer in errors.
-
-    Raises:
-        DataError: the messages have another form, end with another role, or ask again.
-    """
+    """Check that messages answer a prompt: of the assistant, with results of tools between them."""
     check_messages(messages, where, column)
     roles = [message["role"] for message in messages]
     if not roles[0] == roles[-1] == "assistant" or {*roles} & {"user", "system", "developer"}:
@@ -156,16 +115,7 @@ def check_answer(messages: Messages, where: str, column: str) -> None:
 
 
 def check_prompt(messages: Any, where: str, answers: str) -> None:
-    """Check that messages are a prompt.
-
-    Args:
-        messages: the value to check.
-        where: names the row in errors.
-        answers: names the columns with answers in errors.
-
-    Raises:
-        DataError: the messages have another form, or end with the assistant.
-    """
+    """Check that messages are a prompt."""
     check_messages(messages, where)
     if messages[-1]["role"] == "assistant":
         what = f"to which {answers} {'are answers' if ' ' in answers else 'is the answer'}"

@@ -47,11 +47,7 @@ class LearntEnds:
         self._num_extended = self._num_appended = 0
 
     def see(self, end: int, where: str = "") -> None:
-        """Take note of a token that ends learnt answers.
-
-        Raises:
-            DataError: the token is new, and the model can get no further end token.
-        """
+        """Take note of a token that ends learnt answers."""
         if end in self._stop_ids or end in self.new or self._choice == "keep":
             return
         if self.is_settled:
@@ -64,16 +60,7 @@ class LearntEnds:
     ) -> tuple[list[int], int]:
         """Return a row and the end of a turn, so that the turn ends with a token at which the model stops.
 
-        Args:
-            ids: the row.
-            turn: the turn's tokens [start, end).
-            known: tokens that end answers in this chat template, the usual one first.
-            is_last: whether the row ends with the turn.
-            is_rewritten: whether the template writes the turn otherwise when the row ends with it.
-            where: the row's name in errors.
-
-        Raises:
-            ConfigError: no token ends the turn.
+        `turn`: the turn's tokens [start, end).
         """
         (start, end), last = turn, turn[1]
         while last > start and not self._tokenizer.decode(ids[last - 1 : last]).strip():
@@ -96,11 +83,7 @@ class LearntEnds:
         return ids, end
 
     def describe(self, new: Collection[int]) -> dict[str, str]:
-        """Return in words, by topic, what is learnt otherwise than the data and the model say.
-
-        Args:
-            new: tokens that become end tokens of the model.
-        """
+        """Return in words, by topic, what is learnt otherwise than the data and the model say."""
         said = []
         if self._num_extended:
             said.append(f"the token after {counted(self._num_extended, 'answer')} is learnt as the end")
@@ -172,14 +155,8 @@ class EscapingTokenizer:
     def apply_chat_template(self, conversation: Any, tools: Any = None, tokenize: bool = True, **options: Any) -> Any:
         """Render a conversation as the tokenizer does, with special tokens in messages escaped.
 
-        Args:
-            conversation: the messages.
-            tools: JSON schemas, or None.
-            tokenize: return a list of tokens instead of text.
-            options: further keyword arguments for the tokenizer's `apply_chat_template`.
-
-        Returns:
-            A list of tokens, or text with BREAK in the names of special tokens that are plain text.
+        `tools`: JSON schemas, or None. Returns a list of tokens, or text with BREAK in the names of special tokens that
+        are plain text.
         """
         messages = [message if message["role"] == "assistant" else self._escaped(message) for message in conversation]
         kept = {key: value for key, value in options.items() if key not in ("return_dict", "return_tensors")}
@@ -189,12 +166,7 @@ class EscapingTokenizer:
     def __call__(self, text: Any, **options: Any) -> Any:
         """Tokenise rendered text, or a list of texts.
 
-        Args:
-            text: as `apply_chat_template` rendered it. Offsets refer to this text.
-            options: keyword arguments for the tokenizer.
-
-        Returns:
-            `input_ids` and the other keys that the tokenizer returns.
+        Returns `input_ids` and the other keys that the tokenizer returns.
         """
         if not isinstance(text, str):
             rows = [self(one, **options) for one in text]

@@ -61,11 +61,7 @@ _watch: list[threading.Thread] = []
 
 
 def limited(render: Callable[[], Any]) -> Any:
-    """Return the result of a rendering.
-
-    Raises:
-        TemplateLimit: it takes too long, or its text is too long.
-    """
+    """Return the result of a rendering."""
     thread = threading.get_ident()
     try:
         try:
@@ -87,11 +83,7 @@ def limited(render: Callable[[], Any]) -> Any:
 
 
 def check_constants(template: str) -> None:
-    """Refuse a size and numbers that no conversation needs: an operation on them cannot be interrupted.
-
-    Raises:
-        TemplateLimit: the template is too long, or has a power, or a large number.
-    """
+    """Refuse a size and numbers that no conversation needs: an operation on them cannot be interrupted."""
     if len(template) > MAX_TEMPLATE:
         raise TemplateLimit(f"its chat template has more than {MAX_TEMPLATE} characters")
     before = ""
@@ -151,12 +143,7 @@ class MessageForms:
     def fitted(self, messages: Messages, where: str = "") -> list[Message]:
         """Return messages in the forms that the template takes. What is in such a form already is unchanged.
 
-        Args:
-            messages: the conversation.
-            where: stands before the name of a message in errors, such as "data.path=x.json, row 3, ".
-
-        Raises:
-            DataError: a part of a content, or the arguments of a call, have a form that the template does not take.
+        `where`: stands before the name of a message in errors, such as "data.path=x.json, row 3, ".
         """
         return [self._fitted(message, f"{where}messages[{number}]") for number, message in enumerate(messages)]
 
@@ -179,11 +166,7 @@ class MessageForms:
     # -- content -------------------------------------------------------------------------------------------------
 
     def _content(self, role: str, parts: list[Any], where: str) -> str | list[Any]:
-        """Return the parts if the template takes parts, else their texts, a line each.
-
-        Raises:
-            DataError: a part has a form or a type that the template does not take.
-        """
+        """Return the parts if the template takes parts, else their texts, a line each."""
         check_parts(parts, where)
         for part in parts:
             if (kind := part["type"]) not in TEXT_PARTS and f"'{kind}'" not in self._source.replace('"', "'"):
@@ -227,11 +210,7 @@ class MessageForms:
     # -- calls of tools ------------------------------------------------------------------------------------------
 
     def _call(self, call: Any, where: str) -> Any:
-        """Return a call whose arguments the template takes.
-
-        Raises:
-            DataError: the arguments are a text that is no JSON object, and the template takes an object.
-        """
+        """Return a call whose arguments the template takes."""
         if not isinstance(call, Mapping) or not isinstance(function := call.get("function", call), Mapping):
             return call
         found = function.get("arguments")
@@ -281,15 +260,7 @@ forms_of = lru_cache(maxsize=64)(MessageForms)
 
 
 def check_parts(parts: Sequence[Any], where: str) -> None:
-    """Check that the parts of a content are texts, or are left to the chat template.
-
-    Args:
-        parts: the content.
-        where: names the message in errors.
-
-    Raises:
-        DataError: a part is no object with a type, has no text, or is an image or another medium.
-    """
+    """Check that the parts of a content are texts, or are left to the chat template."""
     for number, part in enumerate(parts):
         at = f"{where}: 'content'[{number}]"
         if not isinstance(part, Mapping) or not isinstance(kind := part.get("type"), str):
@@ -442,11 +413,6 @@ class Places:
         """Return where another message's last part before `start` ends, and where the first one after `end` begins.
 
         The last value is the index of the latter message. At the ends of the conversation there is no part.
-
-        Args:
-            number: index of the message whose own parts are passed over.
-            start: index of a character of the text.
-            end: index of a character of the text.
         """
         edges = self._edges
         first, last = bisect_right(edges, (start, self._size)), bisect_left(edges, (end, TOOLS))

@@ -66,13 +66,7 @@ def check_messages(messages: Any, where: str, key: str = "messages") -> None:
 
     The content may also be a list of parts. It may be missing if the message has `tool_calls`.
 
-    Args:
-        messages: the value to check.
-        where: names the conversation in errors, such as "data.path=x.json, row 3".
-        key: the name of the value in errors.
-
-    Raises:
-        DataError: the value has another form. The error names the message and the key.
+    `where`: names the conversation in errors, such as "data.path=x.json, row 3".
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         found = "an empty list" if isinstance(messages, (list, tuple)) else type(messages).__name__
@@ -138,17 +132,9 @@ class ChatEncoder:
     def encode(self, chats: Sequence[Messages], where: Sequence[str], tools: Sequence[Any] = ()) -> list[EncodedChat]:
         """Tokenise conversations.
 
-        Args:
-            chats: one list of messages for each conversation.
-            where: one name for each conversation, used in errors, such as "data.path=x.json, row 3".
-            tools: the tools of each conversation, JSON schemas or None; empty if no conversation has tools.
-
-        Returns:
-            One encoded conversation for each conversation.
-
-        Raises:
-            DataError: a conversation is malformed, the template refuses or leaves out one of its roles, or its turns
-                cannot be found. The error names the conversation and the role.
+        `where`: one name for each conversation, used in errors, such as "data.path=x.json, row 3". `tools`: the tools
+        of each conversation, JSON schemas or None; empty if no conversation has tools. Returns one encoded conversation
+        for each conversation.
         """
         tools = tools or [None] * len(chats)
         chats = [self._fitted(*chat) for chat in zip(chats, where, tools, strict=True)]
@@ -171,16 +157,7 @@ class ChatEncoder:
         ]
 
     def ended(self, chat: EncodedChat, turns: Sequence[int], where: str) -> EncodedChat:
-        """Return a conversation of which the given turns end with tokens at which the model stops.
-
-        Args:
-            chat: the conversation.
-            turns: indexes of the turns that are learnt.
-            where: the conversation's name in errors.
-
-        Raises:
-            ConfigError: no token ends a turn.
-        """
+        """Return a conversation of which the given turns end with tokens at which the model stops."""
         if self._ends is None:
             return chat
         ids, found = chat.input_ids.tolist(), list(chat.turns)
@@ -197,11 +174,7 @@ class ChatEncoder:
         return self._template.fitted(messages, f"{where}, ", tools)
 
     def _render(self, messages: Messages, where: str, tools: Any) -> tuple[str, list[Turn]]:
-        """Return the conversation as text, with each turn of the assistant.
-
-        Raises:
-            DataError: as for `encode`.
-        """
+        """Return the conversation as text, with each turn of the assistant."""
         places = self._checked_places(messages, where, tools)
         turns = [self._turn(messages, number, places, where, tools) for number in assistant_messages(messages)]
         if any(later.start < earlier.end for earlier, later in pairwise(turns)):
@@ -224,11 +197,7 @@ class ChatEncoder:
     # -- templates without -----------------------------------------------------------------------------------------
 
     def _learn_turns(self) -> None:
-        """Find the text that the template puts around an answer, from a conversation of two turns.
-
-        Raises:
-            ConfigError: the template does not append answers to questions.
-        """
+        """Find the text that the template puts around an answer, from a conversation of two turns."""
         render = self._template.render
         try:
             before = render([QUESTION])
@@ -265,11 +234,7 @@ class ChatEncoder:
         self._known_ends = tuple(map(self._template.tokenizer.convert_tokens_to_ids, ends))
 
     def _turn(self, messages: Messages, number: int, places: Places, where: str, tools: Any) -> Turn:
-        """Return the assistant's message `number` in the rendered text.
-
-        Raises:
-            DataError: its characters cannot be distinguished from the template's.
-        """
+        """Return the assistant's message `number` in the rendered text."""
         found, is_last = self._written(messages, number, places, tools), number + 1 == len(messages)
         if found is None:
             reason = "its beginning or its end is not at one place, or depends on the rest of the conversation"
@@ -319,12 +284,7 @@ class ChatEncoder:
         return (len(asked), True, max(ends), after, following) if is_there else None
 
     def _closing_size(self, rest: str, closing: str) -> int:
-        """Return how much of the text after an answer ends the turn.
-
-        Args:
-            rest: the template's text after the answer.
-            closing: the text that the template writes after the answer if the conversation ends there.
-        """
+        """Return how much of the text after an answer ends the turn."""
         shared = rest[: num_shared(rest, closing)]
         tokens = [*self._token.finditer(shared)]
         if not tokens and self._token.search(closing):  # it ends otherwise in history
@@ -334,11 +294,7 @@ class ChatEncoder:
     # -- rendering -------------------------------------------------------------------------------------------------
 
     def _checked_places(self, messages: Messages, where: str, tools: Any) -> Places:
-        """Return the conversation as text, with the places of its parts.
-
-        Raises:
-            DataError: the template fails, or leaves out a part.
-        """
+        """Return the conversation as text, with the places of its parts."""
         try:
             text = self._template.render(messages, tools=tools)
         except TemplateRefusal as error:

@@ -30,15 +30,8 @@ class AnsweredTurn(Protocol):
 def text_after(template: ChatTemplate, turn: AnsweredTurn, messages: Messages, text: str) -> str | None:
     """Return the part of a rendered conversation after the model's answer in a turn.
 
-    Args:
-        template: the chat template.
-        turn: has messages and an answer.
-        messages: begin with the turn's messages and its answer.
-        text: these messages, rendered.
-
-    Returns:
-        The text that follows the answer, from the template's end of the answer on. None if the text before it differs,
-        other than in white space, from the text that the model has read and written.
+    Returns the text that follows the answer, from the template's end of the answer on. None if the text before it
+    differs, other than in white space, from the text that the model has read and written.
     """
     if (ending := template.ending) is None:
         return None
@@ -53,15 +46,7 @@ def split_at_stop(
 ) -> tuple[str, str]:
     """Return the text before the first stop string, and the text from there on. Special tokens are text here.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        tokens: the tokens of the answer.
-        stops: the stop strings.
-        num_end: tokens at its end that are left out if no stop string has ended it.
-        skips: whether special tokens are left out of the first text.
-
-    Returns:
-        Both texts; the second one is empty if the answer has no stop string.
+    Returns both texts; the second one is empty if the answer has no stop string.
     """
     whole = tokenizer.decode(tokens, skip_special_tokens=False) if stops else ""
     start = min((at for stop in stops if (at := whole.find(stop)) >= 0), default=-1)
@@ -83,15 +68,7 @@ def length_at_stop(
 ) -> int | None:
     """Return the number of tokens with which a sequence reaches the end of the first stop string of its answer.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        tokens: the sequence.
-        stops: the stop strings. Special tokens are text here.
-        start: index of the first token that is new since the last search.
-        begin: index of the first token of the answer.
-
-    Returns:
-        The number; None if the answer has no stop string.
+    `stops`: the stop strings. Special tokens are text here. Returns the number; None if the answer has no stop string.
     """
     # a token holds at least one byte, so a stop string begins at most this many tokens before its end
     reach = max(len(stop.encode()) for stop in stops) + 8
@@ -113,20 +90,8 @@ def tokens_after(
 ) -> tuple[list[int], bool]:
     """Return the tokens of text that follows an answer, without a first end token that the model has already written.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        text: follows the answer, from the template's end of the answer on.
-        output: the tokens of the answer.
-        stop_reason: why the answer ended.
-        limit: tokens that fit into the model's context; None does not bound the text.
-        end_ids: tokens that end an answer, beside the tokenizer's special tokens.
-        has_end: the text begins with the template's end of the answer, whose token `end_ids` may lack.
-
-    Returns:
-        The tokens; and False if the model has ended its answer with another token than the template does.
-
-    Raises:
-        TooManyTokens: the text is far longer than `limit` tokens.
+    `limit`: tokens that fit into the model's context; None does not bound the text. Returns the tokens; and False if
+    the model has ended its answer with another token than the template does.
     """
     tokens = bounded_tokens(tokenizer, text, limit)
     is_ended = bool(end_of(output, stop_reason, special_ids(tokenizer).union(end_ids)))

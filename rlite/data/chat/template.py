@@ -42,14 +42,7 @@ class TemplateClock:
 
     @contextmanager
     def fixed(self, time: datetime) -> Iterator[None]:
-        """Fix the time inside the `with` block, in all threads.
-
-        Args:
-            time: the time that templates write.
-
-        Yields:
-            None.
-        """
+        """Fix the time inside the `with` block, in all threads."""
         before, self._fixed = self._fixed, time
         try:
             yield
@@ -59,8 +52,7 @@ class TemplateClock:
     def in_template(self, source: str) -> str:
         """Return a template that writes the fixed time. A template that writes no time, or the present, is unchanged.
 
-        Args:
-            source: the template. transformers lets a template see plain data alone, so a macro replaces the function.
+        `source`: the template. transformers lets a template see plain data alone, so a macro replaces the function.
         """
         if self._fixed is None or _FUNCTION not in source:
             return source
@@ -121,15 +113,8 @@ class ChatTemplate:
     def apply(self, messages: Messages, **options: Any) -> Any:
         """Call `apply_chat_template` of the tokenizer.
 
-        Args:
-            messages: the conversation.
-            options: keyword arguments. They take precedence over the options of this template.
-
-        Returns:
-            Text or tokens, depending on the options.
-
-        Raises:
-            TemplateRefusal: the template fails. The cause is the template's own error.
+        `options`: keyword arguments. They take precedence over the options of this template. Returns text or tokens,
+        depending on the options.
         """
         options = {**self._options, **options}
         messages = self.fitted(messages, tools=options.get("tools"))
@@ -143,16 +128,7 @@ class ChatTemplate:
             raise TemplateRefusal(f"{told}: {cause(error)}") from error
 
     def fitted(self, messages: Messages, where: str = "", tools: Any = None) -> list[Message]:
-        """Return messages in the forms that the template takes; see `MessageForms`.
-
-        Args:
-            messages: the conversation.
-            where: stands before the name of a message in errors, such as "data.path=x.json, row 3, ".
-            tools: the tools of the conversation, which may have a template of their own.
-
-        Raises:
-            DataError: a part of a content, or the arguments of a call, have a form that the template does not take.
-        """
+        """Return messages in the forms that the template takes; see `MessageForms`."""
         source = self._source({**self._options, "tools": tools or self._options.get("tools")})
         return forms.forms_of(source).fitted(messages, where) if source else list(messages)
 
@@ -171,13 +147,8 @@ class ChatTemplate:
     def around(self, messages: Messages, number: int, **options: Any) -> list[str]:
         """Render a conversation and split the text at the content of one message.
 
-        Args:
-            messages: the conversation.
-            number: the index of the message. Of an answer, calls and thoughts are left out as well as the content.
-            options: keyword arguments for `apply`.
-
-        Returns:
-            The parts between the places where the content stands: two if the template writes it once.
+        `number`: the index of the message. Of an answer, calls and thoughts are left out as well as the content.
+        Returns the parts between the places where the content stands: two if the template writes it once.
         """
         message = messages[number]
         kept = {"role": "assistant"} if message["role"] == "assistant" else message
@@ -187,11 +158,7 @@ class ChatTemplate:
     def places(self, messages: Messages, text: str, only: int | None = None, **options: Any) -> Places:
         """Return the parts of messages in a rendered conversation.
 
-        Args:
-            messages: the conversation.
-            text: the rendered conversation.
-            only: index of the message whose parts are wanted; None wants all.
-            options: keyword arguments for `apply`.
+        `only`: index of the message whose parts are wanted; None wants all.
         """
         tools = {**self._options, **options}.get("tools")
 
@@ -218,18 +185,7 @@ class ChatTemplate:
 
         Earlier thoughts may be left out, if the template shows them in an answer that ends a conversation.
 
-        Args:
-            messages: the conversation.
-            text: the rendered conversation.
-            where: stands before the name of a message in the error.
-            optional: names of parts of answers that may be left out, such as OPTIONAL in prompts.
-            options: keyword arguments for `apply`.
-
-        Returns:
-            The places of the parts.
-
-        Raises:
-            DataError: the text lacks a part, or a tool.
+        Returns the places of the parts.
         """
         messages = self.fitted(messages, where, options.get("tools"))
         places = self.places(messages, text, **options)
@@ -254,14 +210,7 @@ class ChatTemplate:
         return places
 
     def between(self, replies: Messages) -> str:
-        """Return the text from the end of an answer's content to the beginning of the next answer.
-
-        Args:
-            replies: the messages that follow the answer.
-
-        Raises:
-            TemplateRefusal: the template does not render the replies after an answer, or leaves one out.
-        """
+        """Return the text from the end of an answer's content to the beginning of the next answer."""
         exchange = [QUESTION, ANSWER, *replies]
         _, *found = self.around(exchange, 1, add_generation_prompt=True)
         if len(found) != 1:
@@ -293,11 +242,7 @@ class ChatTemplate:
         return self.around([QUESTION, ANSWER], 1, add_generation_prompt=False)
 
     def written(self, answer: Message) -> tuple[str, str]:
-        """Return the prompt for an answer to a question, and the text that the template writes for the answer.
-
-        Raises:
-            TemplateRefusal: the template does not render the question, or the answer.
-        """
+        """Return the prompt for an answer to a question, and the text that the template writes for the answer."""
         prompt = self.render([QUESTION], add_generation_prompt=True)
         whole = self.render([QUESTION, answer], add_generation_prompt=False)
         # what opens an answer and the answer may begin alike, such as <think> and <tool_call>
@@ -313,13 +258,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 def with_template(tokenizer: Any, path: str | None, key: str) -> Any:
     """Return a tokenizer, whose chat template is from now on the text of a file that the user names.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        path: the file; None changes nothing.
-        key: name of the option in messages.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no chat template by its size or its numbers.
+    `path`: the file; None changes nothing.
     """
     if path is not None:
         try:
@@ -345,16 +284,7 @@ def check_template_limits(tokenizer: Any) -> None:
 
 
 def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str) -> None:
-    """Check that the tokenizer's chat template reads every option.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        options: keyword arguments for `apply_chat_template`.
-        key: name of the options in messages.
-
-    Raises:
-        ConfigError: there is no chat template, or it reads no variable of an option's name.
-    """
+    """Check that the tokenizer's chat template reads every option."""
     if not options:
         return
     try:
@@ -370,12 +300,7 @@ def check_template_options(tokenizer: Any, options: Mapping[str, Any], key: str)
 
 
 def unread_keys(tokenizer: Any, conversations: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the keys of messages that no name of the chat template reads.
-
-    Args:
-        tokenizer: has a chat template.
-        conversations: lists of messages.
-    """
+    """Return the keys of messages that no name of the chat template reads."""
     names = _names_in(str(tokenizer.chat_template)) | KNOWN_KEYS
     keys = {str(key) for messages in conversations for each in messages if isinstance(each, Mapping) for key in each}
     return sorted(keys - names - {*(forms.THOUGHTS if names & {*forms.THOUGHTS} else ())})

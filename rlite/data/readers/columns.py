@@ -16,18 +16,7 @@ from rlite.imports import find_function
 def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[Row], str]:
     """Convert rows to rlite's form. All rows have the format of the first row.
 
-    Args:
-        rows: the table.
-        kind: what the rows are for.
-        source: the table's names of columns, and the system prompt.
-
-    Returns:
-        The rows, and the name of their format.
-
-    Raises:
-        ConfigError: an option names an unknown column, or the system prompt has no conversation to begin.
-        DataError: there are no rows, no format is recognised, the rows have different formats, or a row is malformed.
-            The message names the row and the column.
+    Returns the rows, and the name of their format.
     """
     where, prompt = source.where, source.system_prompt
     if not rows:
@@ -55,11 +44,7 @@ def normalise(rows: Sequence[Row], kind: RowKind, source: Source) -> tuple[list[
 
 
 def _renamed(rows: Sequence[Row], kind: RowKind, source: Source) -> list[Row]:
-    """Return rows with rlite's names of columns.
-
-    Raises:
-        ConfigError: a name is unknown to rlite, or the table has no such column.
-    """
+    """Return rows with rlite's names of columns."""
     columns, key, where = source.columns, source.key, source.where
     if not columns:
         return list(rows)
@@ -83,10 +68,8 @@ def _renamed(rows: Sequence[Row], kind: RowKind, source: Source) -> list[Row]:
 def value_at(row: Row, path: str) -> Any:
     """Return the value of a column; None if there is none.
 
-    Args:
-        row: the row.
-        path: name of a column, or a path through its objects and lists, such as "data.turns.0.text". A column whose own
-            name is the path goes first.
+    `path`: name of a column, or a path through its objects and lists, such as "data.turns.0.text". A column whose own
+    name is the path goes first.
     """
     if row.get(path) is not None:
         return row[path]
@@ -100,12 +83,7 @@ def value_at(row: Row, path: str) -> Any:
 
 
 def mapped(rows: Sequence[Row], source: Source) -> Sequence[Row]:
-    """Return the rows that the user's function makes of the rows of a table, in their order.
-
-    Raises:
-        ConfigError: there is no such function.
-        DataError: it raised an exception, or returned something else than a row. The message names the row.
-    """
+    """Return the rows that the user's function makes of the rows of a table, in their order."""
     if source.map is None:
         return rows
     what, made = f"{source.key}.map={source.map}", []
@@ -162,11 +140,7 @@ def _disagreement(first: Row, found: Format, row: Row, other: Format | None, whe
 
 
 def _with_system(row: Row, prompt: str, found: Format, where: str) -> Row:
-    """Return a row whose conversation begins with a system message.
-
-    Raises:
-        ConfigError: the row has no conversation.
-    """
+    """Return a row whose conversation begins with a system message."""
     column = next((name for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
     if column is None:
         remedy = "leave it out, or make the prompts messages: [{'role': 'user', 'content': ...}]"

@@ -27,14 +27,6 @@ def chat(value: Any, where: str, column: str) -> list[Any]:
     """Return messages with `role` and `content`. ShareGPT's `from` and `value` are converted.
 
     Messages, and their `tool_calls`, may be JSON texts.
-
-    Args:
-        value: the messages.
-        where: the row's name in messages.
-        column: the column's name in messages.
-
-    Raises:
-        DataError: the value is no list of messages, or a sender is unknown.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _json(value, f"{where}: {column!r}")
@@ -82,28 +74,14 @@ def _json(text: str, where: str) -> Any:
 
 
 def prompt_messages(prompt: Any, where: str) -> list[Any]:
-    """Return a prompt as messages; a text becomes a user's message.
-
-    Args:
-        prompt: a text or messages.
-        where: the row's name in messages.
-    """
+    """Return a prompt as messages; a text becomes a user's message."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return chat(prompt, where, "prompt")
 
 
 def answer_of(value: Any, where: str, column: str) -> str | list[Any]:
-    """Return an answer: its messages, or the text if it is a text, or one message of a text alone.
-
-    Args:
-        value: a text, a message, or a list of messages.
-        where: the row's name in messages.
-        column: the column's name in messages.
-
-    Raises:
-        DataError: the value is something else.
-    """
+    """Return an answer: its messages, or the text if it is a text, or one message of a text alone."""
     if isinstance(value, str):
         check_text(value, f"{where}: {column!r}")
         return value
@@ -123,11 +101,7 @@ def _system(row: Row, where: str) -> list[Any]:
 
 
 def tools_of(row: Row, where: str) -> Row:
-    """Return the column `tools`, if the row has it. The column, a tool, or a part of a tool may be a JSON text.
-
-    Raises:
-        DataError: the column is no list.
-    """
+    """Return the column `tools`, if the row has it. The column, a tool, or a part of a tool may be a JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _json(tools, f"{where}: 'tools'") if tools.strip() else None
@@ -153,11 +127,7 @@ def sharegpt(row: Row, where: str) -> Row:
 
 
 def instruction(row: Row, where: str) -> Row:
-    """Return an instruction as messages: system, earlier turns, and the instruction with its input below it.
-
-    Raises:
-        DataError: `input` or `history` has another form.
-    """
+    """Return an instruction as messages: system, earlier turns, and the instruction with its input below it."""
     extra = row.get("input") or ""
     check_columns({**row, "input": extra}, {"instruction": str, "input": str}, where)
     earlier: list[Any] = []
@@ -228,28 +198,13 @@ _SIDES = ("chosen", "rejected")
 
 
 def answered(row: Row, where: str, messages: list[Any], answers: Sequence[str], **others: Any) -> Row:
-    """Return a conversation with its answers, and the tools of the row.
-
-    Args:
-        row: row with the answers, and optionally `tools`.
-        where: the row's name in messages.
-        messages: the conversation before the answers.
-        answers: columns with answers.
-        **others: further columns.
-    """
+    """Return a conversation with its answers, and the tools of the row."""
     made = {name: answer_of(row[name], where, name) for name in answers}
     return {"messages": messages, **made, **others, **tools_of(row, where)}
 
 
 def prompted(row: Row, where: str, answers: Sequence[str], **others: Any) -> Row:
-    """Return a prompt with its answers: texts, or the messages of `answered` if one of them is no text.
-
-    Args:
-        row: row with the prompt and the answers, and optionally `tools`.
-        where: the row's name in messages.
-        answers: columns with answers.
-        **others: further columns.
-    """
+    """Return a prompt with its answers: texts, or the messages of `answered` if one of them is no text."""
     texts = {name: row[name] for name in ("prompt", *answers)}
     if not all(isinstance(text, str) for text in texts.values()):
         return answered(row, where, prompt_messages(row["prompt"], where), answers, **others)
@@ -286,11 +241,7 @@ def has_implicit_prompt(*sides: Any) -> bool:
 
 
 def implicit_pair(row: Row, where: str) -> Row:
-    """Return the pair of two conversations. Their prompt is their common beginning, and their answers follow it.
-
-    Raises:
-        DataError: the conversations do not share a prompt, or go on with another message than an answer.
-    """
+    """Return the pair of two conversations. Their prompt is their common beginning, and their answers follow it."""
     chosen, rejected = (chat(row[side], where, side) for side in _SIDES)
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -307,11 +258,7 @@ def implicit_pair(row: Row, where: str) -> Row:
 
 
 def labelled(row: Row, where: str) -> Row:
-    """Return a prompt or a conversation with an answer that is labelled good or bad.
-
-    Raises:
-        DataError: the label is no truth value.
-    """
+    """Return a prompt or a conversation with an answer that is labelled good or bad."""
     label = row["label"]
     if isinstance(label, str):  # as a CSV file has it
         label = {"true": True, "false": False}.get(label.lower(), label)
@@ -371,12 +318,7 @@ def preferences(
 ) -> Format:
     """Return a format of preferences.
 
-    Args:
-        name: name after "preferences" in the report at the start.
-        before: column of the conversation before the two answers; "" if they begin with it.
-        convert: as for `Format`.
-        reads: further columns that are read, beside `margin`.
-        *suits: as for `Format`.
+    `before`: column of the conversation before the two answers; "" if they begin with it.
     """
     return Format(f"preferences {name}", f"{before} chosen rejected", convert, f"{reads} margin", *suits)
 
@@ -419,18 +361,7 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
 
 
 def register_format(kind: RowKind, form: Format) -> Format:
-    """Register a format of rows of your own, which goes before the others. Call it in a file that `--import` names.
-
-    Args:
-        kind: "demonstrations" (sft), "preferences" (rm, dpo), "unpaired" (kto) or "prompts" (ppo).
-        form: the format, whose `convert` returns a row of a format that rlite has, such as `messages`.
-
-    Returns:
-        The format.
-
-    Raises:
-        ConfigError: the kind is unknown, or a format has the name.
-    """
+    """Register a format of rows of your own, which goes before the others. Call it in a file that `--import` names."""
     if kind not in FORMATS:
         raise ConfigError(f"register_format({kind!r}): {did_you_mean(kind, FORMATS)}")
     if any(known.name == form.name for known in FORMATS[kind]):

@@ -48,22 +48,14 @@ class ProgramRows:
         self._next = 0
 
     def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
-        """Return `count` rows with their numbers, or as many as are left, and the number after them.
-
-        Raises:
-            DataError: the program's code raised an error, or a row is no mapping.
-        """
+        """Return `count` rows with their numbers, or as many as are left, and the number after them."""
         rest, self._rest = self._rest_from(place), None  # an iterator that raised is at its end
         rows = [(number, self._row(number, row)) for number, row in enumerate(islice(rest, count), place)]
         self._rest, self._next = rest, place + len(rows)
         return rows, self._next
 
     def read(self, places: Sequence[int]) -> list[Row]:
-        """Return the rows of these numbers, which ascend.
-
-        Raises:
-            DataError: there are fewer rows, or as for `read_from`.
-        """
+        """Return the rows of these numbers, which ascend."""
         found = {place: row for place in places for _, row in self.read_from(place, 1)[0]}
         if missing := [place for place in places if place not in found]:
             raise DataError(f"{self.name_of(missing[0])}: no such row; it was there when the checkpoint was made")
@@ -129,11 +121,7 @@ class JsonLinesFile:
                 raise ConfigError(f"{self.name}: a JSON array is read as a whole; {remedy}")
 
     def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
-        """Return `count` rows with their places, or as many as are left, and the place after them.
-
-        Raises:
-            DataError: a line is no JSON object.
-        """
+        """Return `count` rows with their places, or as many as are left, and the place after them."""
         rows: list[tuple[int, Row]] = []
         with self.path.open("rb") as file:
             file.seek(place)
@@ -144,11 +132,7 @@ class JsonLinesFile:
         return rows, place
 
     def read(self, places: Sequence[int]) -> list[Row]:
-        """Return the rows at these places.
-
-        Raises:
-            DataError: a line is no JSON object.
-        """
+        """Return the rows at these places."""
         rows = []
         with self.path.open("rb") as file:
             for place in places:
@@ -196,20 +180,12 @@ class ParquetFile:
         self.name = f"{key}.path={path}"
 
     def read_from(self, place: int, count: int) -> tuple[list[tuple[int, Row]], int]:
-        """Return `count` rows with their places, or as many as are left, and the place after them.
-
-        Raises:
-            DataError: the file is damaged.
-        """
+        """Return `count` rows with their places, or as many as are left, and the place after them."""
         rows = self._rows(range(place, place + count))
         return list(enumerate(rows, place)), place + len(rows)
 
     def read(self, places: Sequence[int]) -> list[Row]:
-        """Return the rows at these places.
-
-        Raises:
-            DataError: the file is damaged, or has fewer rows.
-        """
+        """Return the rows at these places."""
         rows = self._rows(places)
         if len(rows) < len(places):
             raise DataError(f"{self.name_of(places[-1])}: no such row")
@@ -239,12 +215,8 @@ _IN_FOLDERS = (".jsonl", ".parquet")  # .json in a folder describes it
 def open_files(source: Source) -> list[RowFile]:
     """Return the files of a table that is streamed.
 
-    Args:
-        source: a file, or a folder of files, which are taken in the order of their names. `split@folder` takes the
-            files whose names begin with the split; the default is train, if there are such files.
-
-    Raises:
-        ConfigError: there are no such files, this kind of table cannot be streamed, or a part of a split is asked for.
+    `source`: a file, or a folder of files, which are taken in the order of their names. `split@folder` takes the files
+    whose names begin with the split; the default is train, if there are such files.
     """
     where, key = source.where, source.key
     if source.rows is not None:
@@ -354,24 +326,14 @@ class StreamedTable(Generic[W]):
     def check(self, name: str, check: Callable[[W], object]) -> None:
         """Check the first window now, and every later window when it is read.
 
-        Args:
-            name: name of the check; another check of this name is replaced.
-            check: raises ConfigError or DataError if the window cannot be used.
-
-        Raises:
-            ConfigError: as `check` does.
-            DataError: as `check` does.
+        `name`: name of the check; another check of this name is replaced.
         """
         with self._naming(self._places):
             check(self.first)
         self._checks[name] = check
 
     def read_window(self, file: int, place: int) -> tuple[list[tuple[Place, Any]], int | None]:
-        """Return the items of the next window of a file with their places, and the place after it; None at the end.
-
-        Raises:
-            StreamedDataError: the file is damaged, or a row cannot be used.
-        """
+        """Return the items of the next window of a file with their places, and the place after it; None at the end."""
         try:
             rows, end = self._read_from(file, place)
             return self._converted(rows), (end if len(rows) == self._size else None)
@@ -379,11 +341,7 @@ class StreamedTable(Generic[W]):
             raise StreamedDataError(str(error)) from error
 
     def read(self, places: Sequence[Place]) -> dict[Place, Any]:
-        """Return the items at some places; dropped ones are missing.
-
-        Raises:
-            DataError: the file is damaged, or a row cannot be used.
-        """
+        """Return the items at some places; dropped ones are missing."""
         found: dict[Place, Any] = {}
         for file, group in groupby(sorted(places), key=lambda place: place[0]):
             own = [place for _, place in group]
@@ -435,17 +393,7 @@ _OTHER_CONTENT = ("with another content of the data", "with the same data, token
 
 
 def check_same(is_same: bool, made: str, remedy: str = "with the same data", note: str = "") -> None:
-    """Check that a checkpoint can be resumed with the present data.
-
-    Args:
-        is_same: whether it can be.
-        made: how the checkpoint was made, and what is different now.
-        remedy: how to resume.
-        note: end of the message.
-
-    Raises:
-        CheckpointError: the data differ.
-    """
+    """Check that a checkpoint can be resumed with the present data."""
     if not is_same:
         remedy = f"resume {remedy}, or start over from the weights"
         raise CheckpointError(f"the checkpoint was made {made}: {remedy}{note}")
@@ -478,20 +426,13 @@ class ShuffledStream(Generic[T]):
         return len(self._buffer) + len(self._ahead)
 
     def take(self, count: int) -> list[T]:
-        """Return the next `count` items, or as many as are left in the epoch; at least one.
-
-        Raises:
-            StreamedDataError: a row cannot be used, or a file cannot be read.
-        """
+        """Return the next `count` items, or as many as are left in the epoch; at least one."""
         return [item for _, item in self.take_placed(count)]
 
     def take_placed(self, count: int) -> list[tuple[Place, T]]:
         """Return the next items as `take` does, each with its place: the number of the file, and the place in it.
 
         All rows that the call needs are read before an item is returned. An error therefore leaves the state unchanged.
-
-        Raises:
-            StreamedDataError: a row cannot be used, or a file cannot be read.
         """
         self._read_ahead(count)
         if not self.num_held:
@@ -519,12 +460,7 @@ class ShuffledStream(Generic[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another stream's position, with its seed. The buffer's rows are read again.
-
-        Raises:
-            CheckpointError: the state is of other data.
-            DataError: a row of the buffer cannot be read.
-        """
+        """Continue from another stream's position, with its seed. The buffer's rows are read again."""
         check_same("order" in state, "without streaming", "without it")
         table, num_files = self._table, len(state["order"])
         made = f"with {counted(num_files, 'file')} of data; now there are {len(table.files)}"

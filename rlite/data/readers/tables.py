@@ -45,20 +45,8 @@ def read_columnar(kind: str, path: Path, where: str, *options: Any, first: int =
     In messages and tools such nulls are removed. Otherwise a template would render them as arguments of a call. Texts
     of Arrow's JSON type, the type of `datasets.Json`, are read as JSON.
 
-    Args:
-        kind: parquet, arrow or dataset.
-        path: path of the file or folder, or the name of a dataset.
-        where: description of the table for error messages.
-        *options: for a dataset: whether it is saved, whether it is a folder, the split or None, and the subset or None.
-            For parquet: optionally the numbers of the rows to read, which ascend.
-        first: number of the first row that is read, for error messages.
-
-    Returns:
-        The rows as dicts.
-
-    Raises:
-        DataError: the table is damaged. The message gives the number of rows before the damage.
-        ConfigError: there is no such dataset or split, or the datasets library is missing.
+    `*options`: for a dataset: whether it is saved, whether it is a folder, the split or None, and the subset or None.
+    For parquet: optionally the numbers of the rows to read, which ascend. Returns the rows as dicts.
     """
     rows: list[dict[str, Any]] | None = None
     try:
@@ -84,11 +72,7 @@ _JSON = "arrow.json"
 
 
 def _with_json(value: Any, kind: pa.DataType, where: str) -> Any:
-    """Return a value of a type whose JSON texts are read.
-
-    Raises:
-        DataError: a text is not valid JSON.
-    """
+    """Return a value of a type whose JSON texts are read."""
     if value is None or _JSON not in str(kind):
         return value
     if isinstance(value, dict):
@@ -114,13 +98,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _received(kind: str, path: str, where: str, options: Sequence[Any]) -> Iterator[bytes]:
-    """Yield the bytes that the reader sends.
-
-    Raises:
-        ConfigError: the reader reported a mistake of the user.
-        DataError: the table is damaged, or the reader's answer has the wrong form.
-        SandboxError: the reader's process failed.
-    """
+    """Yield the bytes that the reader sends."""
     is_kept = kind == "parquet" and bool(options)  # a few rows at a time, and often
     there = os.path.abspath(path) if is_kept else path  # a kept process may have begun in another folder
     keywords = {"kind": kind, "path": there, "where": where, "options": list(options)}
@@ -145,11 +123,7 @@ class _Pieces(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Return the number of bytes read into the buffer; 0 at the end.
-
-        Raises:
-            DataError: the reader sent a value that is not bytes.
-        """
+        """Return the number of bytes read into the buffer; 0 at the end."""
         if not self._rest:
             piece = next(self._pieces, b"")
             if not isinstance(piece, bytes):  # the reader is not trusted
@@ -167,14 +141,7 @@ class _Pieces(io.RawIOBase):
 def send(kind: str, path: str, where: str, options: Sequence[Any]) -> Generator[bytes, None, list[str] | None]:
     """Yield a table in Arrow's stream format, in pieces.
 
-    Args:
-        kind: parquet, arrow or dataset.
-        path: path of the file or folder, or the name of a dataset.
-        where: description of the table for error messages.
-        options: further arguments of the kind.
-
-    Returns:
-        The name and the text of a ConfigError, or of a DataError if the table is damaged; None if it was sent.
+    Returns the name and the text of a ConfigError, or of a DataError if the table is damaged; None if it was sent.
     """
     try:
         for batch in _COLUMNAR[kind][0](path, where, *options):
@@ -225,11 +192,7 @@ def _send_arrow(path: str, where: str) -> Iterator[bytes]:
 def _send_dataset(
     name: str, where: str, is_saved: bool, is_folder: bool, split: str | None, subset: str | None
 ) -> Iterator[bytes]:
-    """Yield one split of a dataset: a folder that `datasets` saved, a folder of data files, or a name on the hub.
-
-    Raises:
-        ConfigError: there is no such dataset, subset or split, or the datasets library is missing.
-    """
+    """Yield one split of a dataset: a folder that `datasets` saved, a folder of data files, or a name on the hub."""
     try:
         datasets = importlib.import_module("datasets")  # here: it takes seconds, and most tables are files
     except ImportError as error:
@@ -252,11 +215,7 @@ def _send_dataset(
 
 
 def _check_subset(datasets: Any, name: str, where: str, subset: str | None) -> None:
-    """Check that a dataset has a subset, or needs none. A dataset that cannot be looked up passes.
-
-    Raises:
-        ConfigError: it has no such subset, or several, and none is chosen.
-    """
+    """Check that a dataset has a subset, or needs none. A dataset that cannot be looked up passes."""
     try:
         known = datasets.get_dataset_config_names(name)
     except Exception:  # what is wrong with the dataset is reported by the caller
@@ -324,20 +283,11 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def read_rows(source: str | Path, key: str = "data.path", columns: Mapping[str, str | None] = {}) -> list[Row]:
     """Return the rows of a table, as dicts.
 
-    Args:
-        source: a file, a folder that `datasets` saved or can load, or a dataset's name on the Hugging Face hub. Files
-            are `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source`
-            chooses a split (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`,
-            `test[100:200]@org/name`. The only split of a file is train. `source:subset` chooses a subset (a config) of
-            a dataset: `test@org/name:subset`. CSV cells are text. Cells of JSON_COLUMNS are read as JSON, and messages
-            in STRUCTURED_COLUMNS.
-        key: name of the option whose value is `source`, for error messages.
-        columns: rlite's names of columns -> the table's names.
-
-    Raises:
-        ConfigError: there is no such file, folder, split or dataset, this kind of file cannot be read, or a package for
-            it (`rlite[data]`) is missing.
-        DataError: the file is damaged, is not a table, or has no rows. The message names the line or row.
+    `source`: a file, a folder that `datasets` saved or can load, or a dataset's name on the Hugging Face hub. Files are
+    `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source` chooses a split
+    (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`, `test[100:200]@org/name`. The only
+    split of a file is train. `source:subset` chooses a subset (a config) of a dataset: `test@org/name:subset`. CSV
+    cells are text. Cells of JSON_COLUMNS are read as JSON, and messages in STRUCTURED_COLUMNS.
     """
     where = f"{key}={source}"
     check_exists(source, key)
@@ -366,11 +316,7 @@ def read_rows(source: str | Path, key: str = "data.path", columns: Mapping[str, 
 
 
 def check_exists(source: str | Path, key: str) -> None:
-    """Check that a table exists if it can only be a file. Arguments are those of `read_rows`.
-
-    Raises:
-        ConfigError: there is no such file, or the split has another form.
-    """
+    """Check that a table exists if it can only be a file. Arguments are those of `read_rows`."""
     where = f"{key}={source}"
     path = parse_path(str(source), where)[1]
     if path.suffix in _READERS and not path.is_file() and not path.is_dir():
@@ -380,16 +326,7 @@ def check_exists(source: str | Path, key: str) -> None:
 
 
 def check_columns(row: Mapping[str, Any], columns: Mapping[str, type | tuple[type, ...]], where: str) -> None:
-    """Check that a row holds each column in its type.
-
-    Args:
-        row: values by column.
-        columns: expected type or types of each column.
-        where: description of the row for error messages.
-
-    Raises:
-        DataError: a column is missing or has the wrong type. The message names the column.
-    """
+    """Check that a row holds each column in its type."""
     for column, expected in columns.items():
         value = row.get(column)
         if column in row and is_null(value) and not isinstance(value, expected):
@@ -409,11 +346,7 @@ def is_null(value: Any) -> bool:
 
 
 def check_text(text: str, where: str) -> None:
-    """Check that a text can be tokenised. In JSON a text may hold a lone surrogate.
-
-    Raises:
-        DataError: the text holds a lone surrogate.
-    """
+    """Check that a text can be tokenised. In JSON a text may hold a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -422,15 +355,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def parse_path(source: str, where: str) -> tuple[re.Match[str] | None, Path, str | None]:
-    """Return the split, the path and the subset that a source names.
-
-    Args:
-        source: `split@path:subset`, of which split and subset may be missing.
-        where: the table's name in messages.
-
-    Raises:
-        ConfigError: the split has another form.
-    """
+    """Return the split, the path and the subset that a source names."""
     name, at, rest = source.partition("@")
     split = None
     if at and not Path(source).exists():
@@ -471,12 +396,7 @@ def _json_lines(text: str, where: str) -> Iterator[Any]:
 def parse_json(text: str, place: Callable[[int], str]) -> Any:
     """Return the value of a JSON text.
 
-    Args:
-        text: the JSON text.
-        place: describes the position of an error, a character's index.
-
-    Raises:
-        DataError: the text is not valid JSON, is nested too deep, or holds too long a number.
+    `text`: the JSON text.
     """
     try:
         return json.loads(text)
@@ -496,12 +416,7 @@ def parse_json(text: str, place: Callable[[int], str]) -> Any:
 def parse_object(text: str, place: Callable[[], str]) -> Row:
     """Return the object of a JSON text.
 
-    Args:
-        text: the JSON text.
-        place: describes the text.
-
-    Raises:
-        DataError: the text is no JSON object.
+    `text`: the JSON text.
     """
     row = parse_json(text, lambda _: place())
     if not isinstance(row, dict):
@@ -542,13 +457,7 @@ def _read_csv(path: Path, where: str) -> list[Row]:
 
 
 def _read_cells(rows: Sequence[Row], names: Mapping[str, str], where: str) -> list[Row]:
-    """Return rows of texts whose JSON is read.
-
-    Args:
-        rows: rows of a CSV file.
-        names: the table's names of columns -> rlite's.
-        where: the table's name in messages.
-    """
+    """Return rows of texts whose JSON is read."""
     return [
         {own: _cell(names.get(own, own), text, f"{where}, row index {n}: {own!r}") for own, text in row.items()}
         for n, row in enumerate(rows)
@@ -556,11 +465,7 @@ def _read_cells(rows: Sequence[Row], names: Mapping[str, str], where: str) -> li
 
 
 def _cell(column: str, text: str, where: str) -> Any:
-    """Return the value of a cell.
-
-    Raises:
-        DataError: a cell that holds JSON is not valid, or holds messages in Python's notation.
-    """
+    """Return the value of a cell."""
     if column in JSON_COLUMNS:
         return parse_json(text, lambda _: where) if text else None
     if column in STRUCTURED_COLUMNS and _PYTHON_MESSAGES.match(text):
@@ -590,11 +495,7 @@ _READERS: dict[str, Callable[[Path, str], list[Any]]] = {
 
 
 def _dataset(path: Path, split: str | None, subset: str | None, where: str) -> list[Row]:
-    """Return rows that only the `datasets` library can read: its own folders, folders of data files, and the hub.
-
-    Raises:
-        ConfigError: there is no such file or folder, or a saved dataset is asked for a subset.
-    """
+    """Return rows that only the `datasets` library can read: its own folders, folders of data files, and the hub."""
     name = path.resolve() if path.is_dir() else path  # `datasets` reads "." as no name
     if not path.is_dir() and not _HUB_NAME.fullmatch(path.as_posix()):
         raise ConfigError(f"{where}: no such file or folder{similar_file(path)}")

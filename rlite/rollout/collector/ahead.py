@@ -19,12 +19,7 @@ NUM_NAMED = 5
 
 
 def make_queues(options: CollectorOptions, version: int) -> tuple[Queue, Queue, Queue]:
-    """Return the queues of a collector in order of precedence: groups to train on now, to measure, and run ahead.
-
-    Args:
-        options: limits on rollouts.
-        version: current policy version.
-    """
+    """Return the queues of a collector in order of precedence: groups to train on now, to measure, and run ahead."""
     limit = options.max_concurrent_rollouts
     ahead = RolloutLedger(
         max_concurrent=limit,
@@ -54,11 +49,7 @@ class AheadOfTraining:
         self._source: Iterator[Any] = iter(())
 
     def next_items(self, loader: Iterable[Any]) -> Sequence[Item]:
-        """Return the next items of a loader; another loader starts at its beginning.
-
-        Raises:
-            ConfigError: The loader yields single items, and the size of a batch is unknown.
-        """
+        """Return the next items of a loader; another loader starts at its beginning."""
         if self._loader is not loader:
             self._loader, self._source = loader, _endless(loader)
         items = next(self._source)
@@ -74,15 +65,7 @@ class AheadOfTraining:
     ) -> list[Group]:
         """Return the oldest groups, consumed, as soon as the ledger allows it.
 
-        Args:
-            count: groups of the batch.
-            timeout: in seconds; None sets no limit.
-            is_short: whether too few groups are submitted for the wait to make sense.
-            refill: submits more; without it, too few groups are an error.
-
-        Raises:
-            CallTimeout: Some groups are late; the error names them.
-            RolloutError: Fewer groups remain than requested, or the run was stopped.
+        `timeout`: in seconds; None sets no limit. `refill`: submits more; without it, too few groups are an error.
         """
         deadline = deadline_after(timeout)
 
@@ -151,11 +134,7 @@ class AheadOfTraining:
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
     """Iterate over a loader again and again.
 
-    Yields:
-        What the loader yields.
-
-    Raises:
-        DataError: The loader yields nothing.
+    Yields what the loader yields.
     """
     while True:
         is_empty = True
@@ -167,11 +146,7 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def raise_late(late: Sequence[Group], timeout: float | None) -> NoReturn:
-    """Raise an error that names the groups that had not ended in time.
-
-    Raises:
-        CallTimeout: Always.
-    """
+    """Raise an error that names the groups that had not ended in time."""
     now = time.monotonic()
     states = ["waiting" if group.started is None else f"running for {now - group.started:.1f} s" for group in late]
     shown = [f"group {group.id} ({state})" for group, state in zip(late[:NUM_NAMED], states, strict=False)]

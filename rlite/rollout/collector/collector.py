@@ -139,19 +139,7 @@ class GroupCollector:
 
         If the wait fails, all groups are cancelled. Groups to train on must have the same keys and types.
 
-        Args:
-            queue: holds the groups.
-            groups: in the order of their submission.
-            timeout: in seconds; None sets no limit.
-            is_interrupted: becomes true when the wait is to end early.
-
-        Returns:
-            The groups that are not lost.
-
-        Raises:
-            CallTimeout: Some groups are late; the error names them.
-            EvaluationInterrupted: The wait was interrupted.
-            RolloutError: The run was stopped.
+        `timeout`: in seconds; None sets no limit. Returns the groups that are not lost.
         """
         unfinished = list(groups)
 
@@ -232,17 +220,7 @@ class GroupCollector:
 
 
 def check_items(items: Sequence[Any], workflow: Any, group_size: int) -> None:
-    """Check that groups can be made of these items.
-
-    Args:
-        items: the items.
-        workflow: runs the episodes.
-        group_size: episodes per item.
-
-    Raises:
-        ConfigError: The workflow is no RolloutWorkflow, or the group size is less than 1.
-        DataError: There are no items, or an item is no mapping.
-    """
+    """Check that groups can be made of these items."""
     if not isinstance(workflow, RolloutWorkflow):
         raise ConfigError(f"workflow={workflow!r}: expected an instance of a RolloutWorkflow")
     if group_size < 1:

@@ -40,10 +40,7 @@ class Ended:
     def of(cls, group: Group, status: Status | None, reason: str = "") -> Ended:
         """Return what a record needs of a group.
 
-        Args:
-            group: has ended, or is under way.
-            status: status of the group; None if it was consumed.
-            reason: why it is lost.
+        `status`: status of the group; None if it was consumed.
         """
         return cls(group.id, group.item, status, reason, group.episodes, group.first_sample, short_columns(group.data))
 
@@ -51,10 +48,7 @@ class Ended:
 def evaluated(group: Group, number: int, group_size: int) -> Ended:
     """Return an episode of an evaluation.
 
-    Args:
-        group: holds the episode alone.
-        number: place of the episode among all.
-        group_size: episodes per item.
+    `number`: place of the episode among all.
     """
     loss = group.loss
     ended = Ended.of(group, "evaluated") if loss is None else Ended.of(group, loss.status, loss.reason)
@@ -95,8 +89,7 @@ _REPR.maxstring = _REPR.maxother = MAX_VALUE
 def short_columns(item: Mapping[str, Any]) -> dict[str, str]:
     """Return the first columns of a data item but its `id`, cut to a few hundred characters each.
 
-    Args:
-        item: a row of the data; its values may be of any type and size.
+    `item`: a row of the data; its values may be of any type and size.
     """
     names = islice((name for name in item if name != "id"), MAX_COLUMNS)
     return {str(name)[:MAX_NAME]: _short(item[name])[:MAX_VALUE] for name in names}

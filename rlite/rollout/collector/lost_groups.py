@@ -154,12 +154,7 @@ def cause_of(reason: str) -> str:
 
 
 def in_full(loss: Loss, item: Mapping[str, Any]) -> str:
-    """Return a reason with the traceback in the user's code, what is noted with the error, and the row.
-
-    Args:
-        loss: why a group was lost.
-        item: the group's row.
-    """
+    """Return a reason with the traceback in the user's code, what is noted with the error, and the row."""
     if (error := loss.error) is None:
         return loss.reason
     said = f"{loss.kind}: {text_of(error)}" if isinstance(error, SandboxError) else in_a_line(loss.reason)
@@ -193,11 +188,7 @@ class Losses:
             self.too_old.append(episodes)
 
     def metrics(self, kept: Counter[int]) -> dict[str, float]:
-        """Return mean lengths of what was lost, beside those of the answers that are left.
-
-        Args:
-            kept: answers of the batch, by their number of tokens.
-        """
+        """Return mean lengths of what was lost, beside those of the answers that are left."""
         found = Selection(failed=self.failed, kept=kept).lengths()
         if self.too_old:
             lengths = Counter(episode.num_tokens for episodes in self.too_old for episode in episodes)
@@ -240,10 +231,7 @@ class StopRule:
     def error(self, loss: Loss, item: Mapping[str, Any], start_order: int | None) -> RolloutError | None:
         """Return the error that stops the run, or None.
 
-        Args:
-            loss: why a group is lost.
-            item: the group's row.
-            start_order: the group's number in the order of their starts; None if it is not trained on.
+        `start_order`: the group's number in the order of their starts; None if it is not trained on.
         """
         if start_order is None:
             return None

@@ -20,18 +20,7 @@ class EpisodeFailed(Exception):
 
 
 def retry(episode: Episode, draws: Draws, error: Exception, max_retries: int, failed_attempts: Counter[str]) -> None:
-    """Count a failed attempt at an episode, and begin another attempt.
-
-    Args:
-        episode: its attempt has failed.
-        draws: draws of the episode's attempts.
-        error: why the attempt failed.
-        max_retries: number of attempts after the first.
-        failed_attempts: counts the attempts that raised, by the exception's name or the reward's outcome.
-
-    Raises:
-        EpisodeFailed: No attempt is left.
-    """
+    """Count a failed attempt at an episode, and begin another attempt."""
     kind = error.outcome if isinstance(error, SandboxError) else type(error).__name__
     episode.failed_attempts.append(kind)
     failed_attempts[kind] += 1

@@ -113,14 +113,7 @@ class Episodes:
     async def run(self) -> list[TensorDict] | None:
         """Run all episodes. The first that fails for good cancels its siblings.
 
-        Returns:
-            One checked trajectory per episode; None if the workflow returned None for one of them.
-
-        Raises:
-            EpisodeFailed: An episode has no attempt left, or the episodes do not fit into one batch.
-            WorkerError: The engine cannot serve.
-            ResidencyError: The engine cannot serve.
-            DivergedError: The engine's weights are not finite.
+        Returns one checked trajectory per episode; None if the workflow returned None for one of them.
         """
         affinity = uuid.uuid4().hex if self.group.size > 1 else None
         attempts = [self._attempt_until_success(number, affinity) for number in range(self.group.size)]
@@ -163,12 +156,7 @@ class Episodes:
                     inference.end()
 
     async def _attempt(self, inference: SampleInference) -> TensorDict | None:
-        """Return the checked trajectory of one attempt.
-
-        Raises:
-            CallTimeout: The attempt did not end in time.
-            ConfigError: The workflow's method is not async.
-        """
+        """Return the checked trajectory of one attempt."""
         name = type(self.group.workflow).__name__
         try:
             result = await by_deadline(self._arun(inference), self.options.request_timeout, f"an episode of {name}")
@@ -255,13 +243,7 @@ class GroupRunner:
         self.admit()
 
     def drop(self, queue: Queue, group: Group, loss: Loss) -> None:
-        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock.
-
-        Args:
-            queue: holds the group.
-            group: is lost from now on.
-            loss: why.
-        """
+        """Drop a group that waits, runs or is ready, and cancel its episodes. Needs the lock."""
         if (cause := lost_groups.cause_of(loss.reason)) not in self.first_losses:
             self.first_losses[cause] = lost_groups.in_full(loss, group.data)
         self._keep(queue, group, loss.status, loss.reason)
@@ -284,8 +266,7 @@ class GroupRunner:
     def drop_misfits(self, queue: Queue, groups: Sequence[Group]) -> bool:
         """Drop the groups whose keys or types differ from those of most groups. Needs the lock.
 
-        Returns:
-            True if there are any.
+        Returns True if there are any.
         """
         layouts = [layout(group.trajectories[0]) if group.trajectories else frozenset() for group in groups]
         common = Counter(layouts).most_common(1)[0][0] if layouts else frozenset()
@@ -307,13 +288,8 @@ class GroupRunner:
     ) -> bool:
         """Wait until a condition holds.
 
-        Args:
-            is_settled: evaluated by the loop at every change.
-            deadline: by `time.monotonic()`; None sets no limit.
-            is_due: becomes true by the clock alone, and ends the wait too. Evaluated in the caller's thread.
-
-        Returns:
-            False if the deadline has passed before.
+        `deadline`: by `time.monotonic()`; None sets no limit. `is_due`: becomes true by the clock alone, and ends the
+        wait too. Evaluated in the caller's thread. Returns False if the deadline has passed before.
         """
         self.admit()
         with trace.span("wait for rollouts"):

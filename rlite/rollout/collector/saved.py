@@ -33,13 +33,7 @@ def episode_state(episode: Episode) -> dict[str, Any]:
 
 
 def saved_episode(state: Mapping[str, Any], trajectory: Mapping[str, Any] | None, num_tokens: int = 0) -> Episode:
-    """Return the episode that was saved.
-
-    Args:
-        state: what `episode_state` returned.
-        trajectory: the columns of its trajectory.
-        num_tokens: tokens that it had generated.
-    """
+    """Return the episode that was saved."""
     episode = Episode(time.monotonic())
     vars(episode).update({name: state[name] for name in PLAIN if name in state}, num_tokens=num_tokens)
     episode.spans = [(name, began, ended) for name, began, ended in state["spans"]]
@@ -68,11 +62,7 @@ def saved_ended(state: Mapping[str, Any]) -> Ended:
 
 
 def group_state(group: Group) -> dict[str, Any]:
-    """Return everything but the workflow, as plain values and tensors.
-
-    Raises:
-        DataError: The item holds something else.
-    """
+    """Return everything but the workflow, as plain values and tensors."""
     rows = group.trajectories
     return {
         "id": group.id,
@@ -84,13 +74,7 @@ def group_state(group: Group) -> dict[str, Any]:
 
 
 def saved_group(state: Mapping[str, Any], workflow: RolloutWorkflow, accept: ShouldAccept | None) -> Group:
-    """Return the group that was saved.
-
-    Args:
-        state: what `group_state` returned.
-        workflow: runs the group, if it was not finished.
-        accept: decides whether the group is kept.
-    """
+    """Return the group that was saved."""
     group = Group(state["id"], state["data"], workflow, state["size"], accept, state["seed"], state.get("item", ""))
     group.version = state.get("version")
     if (rows := state["trajectories"]) is not None:
@@ -103,12 +87,7 @@ def saved_group(state: Mapping[str, Any], workflow: RolloutWorkflow, accept: Sho
 
 
 def aborted(state: Mapping[str, Any], reason: str) -> Ended:
-    """Return a group that was saved and does not go on, as its episodes were when it was saved.
-
-    Args:
-        state: what `group_state` returned.
-        reason: why it does not go on.
-    """
+    """Return a group that was saved and does not go on, as its episodes were when it was saved."""
     rows = state["trajectories"] or [None] * state["size"]
     episodes = [saved_episode(kept, row) for kept, row in zip(state["episodes"], rows, strict=True)]
     return Ended(state["id"], state["item"], "aborted", reason, episodes, columns=short_columns(state["data"]))
@@ -126,18 +105,7 @@ def queue_state(queue: Queue) -> dict[str, Any]:
 def restore_queue(
     queue: Queue, state: Mapping[str, Any], workflow: RolloutWorkflow, accept: ShouldAccept | None, version: int
 ) -> None:
-    """Restore the groups of a queue: finished ones are ready, the others wait to run again.
-
-    Args:
-        queue: holds no groups.
-        state: what `queue_state` returned.
-        workflow: runs the unfinished groups.
-        accept: decides whether they are kept.
-        version: current policy version, the age of a finished group that does not know its own.
-
-    Raises:
-        CheckpointError: The queue holds groups already, or has another batch size.
-    """
+    """Restore the groups of a queue: finished ones are ready, the others wait to run again."""
     size, saved = queue.ledger.batch_size, state["batch_size"]
     if size is not None and saved not in (None, size):
         told = f"this run has consumer_batch_size={size}: resume with consumer_batch_size={saved}"
@@ -155,11 +123,7 @@ def restore_queue(
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return a copy made of dicts, lists, tensors, texts, numbers, booleans and None. NumPy's values are converted.
-
-    Raises:
-        DataError: The value holds something else; the message says where.
-    """
+    """Return a copy made of dicts, lists, tensors, texts, numbers, booleans and None. NumPy's values are converted."""
     if isinstance(value, torch.Tensor):
         return value
     if hasattr(value, "tolist"):  # an array or a scalar of NumPy; some of those are floats and texts, too

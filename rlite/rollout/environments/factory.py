@@ -21,14 +21,7 @@ def environment_workflow(
     The file is a GymEnvironment if it has a function `make` and no `step`. Otherwise it is an Environment. The file is
     loaded once in its sandbox process. Do not call this function from within an event loop.
 
-    Args:
-        path: path of the file.
-        timeout: seconds for one call.
-        **options: see `ProcessOptions`.
-
-    Raises:
-        ConfigError: there is no such file, or it is not a Python file.
-        EnvironmentFailure: the file cannot be loaded, or has neither function.
+    `timeout`: seconds for one call.
     """
     environment = (GymEnvironment if is_gym_file(path) else Environment)(path, timeout, **options)
     environment.check()

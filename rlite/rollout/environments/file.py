@@ -57,15 +57,7 @@ class EnvironmentFile:
 
 @cache
 def import_file(path: str, digest: str) -> ModuleType:
-    """Return the module of a user's file, which is imported once.
-
-    Args:
-        path: path of the file.
-        digest: hash of the file's content.
-
-    Raises:
-        ConfigError: the file is not a Python file.
-    """
+    """Return the module of a user's file, which is imported once."""
     name = f"rlite_environment_{digest}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -77,14 +69,7 @@ def import_file(path: str, digest: str) -> ModuleType:
 
 
 def is_gym_file(path: str | Path) -> bool:
-    """Return whether a file defines `make` and no `step`. The file is parsed, not run.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ConfigError: there is no such file, or it is not a Python file.
-    """
+    """Return whether a file defines `make` and no `step`. The file is parsed, not run."""
     file = EnvironmentFile(path)
     try:
         symbols = symtable.symtable(Path(file.path).read_text(encoding="utf-8"), str(path), "exec").get_symbols()
@@ -105,11 +90,7 @@ CONTRACTS = {
 
 
 def contract_of(path: str | Path) -> tuple[str, str]:
-    """Return the contract that a path begins with, and the rest; "" and the path if it is a file.
-
-    Raises:
-        ConfigError: nothing follows the name of the contract.
-    """
+    """Return the contract that a path begins with, and the rest; "" and the path if it is a file."""
     contract, colon, rest = str(path).partition(":")
     if not colon or contract not in CONTRACTS:
         return "", str(path)
@@ -125,11 +106,7 @@ def code_file(path: str | Path) -> str:
 
 
 def brings_items(path: str | Path) -> bool:
-    """Return whether the episodes of an environment need only a seed, and no data.
-
-    Raises:
-        ConfigError: there is no such file, or it is not a Python file.
-    """
+    """Return whether the episodes of an environment need only a seed, and no data."""
     return bool(contract_of(path)[0]) or is_gym_file(path)
 
 
@@ -163,9 +140,7 @@ class EnvironmentOptions(Options):
     def problems_with(self, rewards: Mapping[str, Any], group: str = "") -> Iterator[str]:
         """Yield a message for rewards of single answers beside several turns.
 
-        Args:
-            rewards: the rewards by name; there may be none.
-            group: key of these options, with a dot at its end.
+        `rewards`: the rewards by name; there may be none.
         """
         if rewards and self.max_turns > 1:
             remedy = f"for several turns use {group}env_path"
@@ -214,11 +189,7 @@ class StepFile(EnvironmentFile):
     """An environment file with a function `step`. The memory is its `extra_info`."""
 
     def load(self) -> Any:
-        """Return the module.
-
-        Raises:
-            ConfigError: the module has no async function `step`, or its `reset` is not async.
-        """
+        """Return the module."""
         module = super().load()
         step = getattr(module, "step", None)
         if not all(map(inspect.iscoroutinefunction, (step, getattr(module, "reset", step)))):
@@ -231,17 +202,7 @@ class StepFile(EnvironmentFile):
     async def __call__(self, method: str, memory: bytes = b"", state: str = "", action: str = "") -> tuple[bytes, Turn]:
         """Run `check`, `reset` or `step`.
 
-        Args:
-            method: "check", "reset" or "step".
-            memory: pickled `extra_info`.
-            state: text that the model has read, for `step`.
-            action: text that the model has written, for `step`.
-
-        Returns:
-            The next memory, and the turn. The observation is None if the file has no function `reset`.
-
-        Raises:
-            ConfigError: a function of the file returned a value of the wrong form.
+        Returns the next memory, and the turn. The observation is None if the file has no function `reset`.
         """
         module = self.load()
         if method == "check" or not (method == "step" or hasattr(module, "reset")):
@@ -256,11 +217,7 @@ class StepFile(EnvironmentFile):
 
 
 def _checked_response(response: Any, path: str) -> tuple[bytes, Turn]:
-    """Return the memory and the turn in the response of `step()`.
-
-    Raises:
-        ConfigError: a key is missing, or its value has the wrong type. The message names the key.
-    """
+    """Return the memory and the turn in the response of `step()`."""
     missing = [key for key in STEP_KEYS if key not in response] if isinstance(response, Mapping) else STEP_KEYS
     if missing:
         raise ConfigError(f"step() in {path} returned no {', '.join(missing)}")
@@ -273,26 +230,14 @@ def _checked_response(response: Any, path: str) -> tuple[bytes, Turn]:
 
 
 def finite_number(value: Any, returned: str) -> float:
-    """Return a finite number that an environment has returned.
-
-    Args:
-        value: the number.
-        returned: beginning of the message, before the value.
-
-    Raises:
-        ConfigError: it is no finite number.
-    """
+    """Return a finite number that an environment has returned."""
     if (number := as_number(value)) is None:
         raise ConfigError(f"{returned}{value!r:.200}; expected a finite number")
     return number
 
 
 def check_length(text: str | None, what: str) -> None:
-    """Check the length of an observation.
-
-    Raises:
-        ConfigError: it is longer than MAX_OBSERVATION.
-    """
+    """Check the length of an observation."""
     if text is not None and len(text) > MAX_OBSERVATION:
         raise ConfigError(f"{what} returned {len(text)} characters; at most {MAX_OBSERVATION} are taken")
 
@@ -301,11 +246,7 @@ class MakeFile(EnvironmentFile):
     """An environment file with a function `make(**env_options)`."""
 
     def load(self) -> Any:
-        """Return the function `make`.
-
-        Raises:
-            ConfigError: the file has no function `make`.
-        """
+        """Return the function `make`."""
         make = getattr(super().load(), "make", None)
         if not callable(make):
             raise ConfigError(f"rollout.env_path={self.path!r}: expected `def make(**env_options)` in it")

@@ -29,13 +29,7 @@ class GymFunction:
         self.make = make
 
     def __call__(self, method: str, memory: bytes = b"", **arguments: Any) -> tuple[bytes, Turn]:
-        """Return the next memory and the turn of `check`, `reset` or `step`.
-
-        Args:
-            method: "check", "reset" or "step".
-            memory: pickled environment, for `step`.
-            **arguments: `seed` and `options` for `reset`, `action` for `step`.
-        """
+        """Return the next memory and the turn of `check`, `reset` or `step`."""
         if method == "check":
             return b"", Turn("")
         if method == "reset":
@@ -82,16 +76,7 @@ class TextArenaGame:
 
 
 def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tuple[Any, Turn]:
-    """Return a new environment and its first turn.
-
-    Args:
-        make: the factory.
-        seed: seed for the environment's `reset`.
-        options: keyword arguments of the factory.
-
-    Raises:
-        ConfigError: the factory returns no environment, or the first observation is not text.
-    """
+    """Return a new environment and its first turn."""
     environment = make(**options)
     if hasattr(environment, "get_observation"):  # TextArena's
         environment = TextArenaGame(environment)
@@ -104,15 +89,7 @@ def start(make: Callable[..., Any], seed: int, options: Mapping[str, Any]) -> tu
 
 
 def advance(environment: Any, action: str) -> Turn:
-    """Return the turn after one step.
-
-    Args:
-        environment: the environment, with the methods of Gymnasium.
-        action: text that the model has written.
-
-    Raises:
-        ConfigError: `step` returned a value of the wrong form. The message says which.
-    """
+    """Return the turn after one step."""
     answer = environment.step(action)
     if not isinstance(answer, tuple) or len(answer) != 5:
         form = "(observation, reward, terminated, truncated, info)"
@@ -155,11 +132,7 @@ def unpickled(memory: bytes) -> Any:
 
 
 def pickled(environment: Any) -> bytes:
-    """Return an environment and the states of the random number generators as bytes.
-
-    Raises:
-        ConfigError: the environment cannot be pickled.
-    """
+    """Return an environment and the states of the random number generators as bytes."""
     numpy = sys.modules.get("numpy")
     generators = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:

@@ -136,15 +136,7 @@ def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reward_in(answer: Mapping[str, Any], name: str) -> float:
-    """Return the reward in a server's answer; 0 if it has none.
-
-    Args:
-        answer: the answer.
-        name: the server, for the error message.
-
-    Raises:
-        EnvironmentInvalid: the reward is no finite number.
-    """
+    """Return the reward in a server's answer; 0 if it has none."""
     value = answer.get("reward")
     if (number := as_number(0.0 if value is None else value)) is None:
         raise EnvironmentInvalid(f"{name} answered the reward {value!r:.100}; expected a finite number")
@@ -152,15 +144,7 @@ def reward_in(answer: Mapping[str, Any], name: str) -> float:
 
 
 def task_index(data: Mapping[str, Any], expected: str) -> int:
-    """Return the number of the item's task: `task`, or else `seed`.
-
-    Args:
-        data: the item.
-        expected: end of the error message.
-
-    Raises:
-        DataError: it is no number from 0.
-    """
+    """Return the number of the item's task: `task`, or else `seed`."""
     index = data.get("task", data.get("seed"))
     if type(index) is not int or index < 0:
         raise DataError(f"the item has the keys {sorted(data)} and task={index!r}: expected task, {expected}")
@@ -168,15 +152,7 @@ def task_index(data: Mapping[str, Any], expected: str) -> int:
 
 
 def last_user_message(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages with a text after the last one, which is a user's.
-
-    Args:
-        messages: the prompt.
-        text: what the environment says at the beginning.
-
-    Raises:
-        ConfigError: the last message is not a user's text.
-    """
+    """Return messages with a text after the last one, which is a user's."""
     last = messages[-1]
     if last.get("role") != "user" or not isinstance(last.get("content"), str):
         raise ConfigError(f"the prompt ends with {last!r:.100}: expected a message of a user, after which reset() adds")

@@ -38,11 +38,7 @@ class FactoryFile(EnvironmentFile):
         super().__init__(path)
 
     def load(self) -> Any:
-        """Return the factory.
-
-        Raises:
-            ConfigError: the file has no such name.
-        """
+        """Return the factory."""
         if not hasattr(module := super().load(), self.name):
             raise ConfigError(f"rollout.env_path={self.path}:{self.name}: the file has no {self.name}")
         return getattr(module, self.name)
@@ -61,13 +57,8 @@ class TrlFunction:
     async def __call__(self, method: str, memory: bytes = b"", **arguments: Any) -> Any:
         """Return the answer of `reset`, `call` or `reward`.
 
-        Args:
-            method: `reset` begins an episode, `call` calls a tool, `reward` asks the environment for its reward.
-            memory: the environment, but for `reset`.
-            **arguments: `row` and `seed` for `reset`; `name` and `arguments` for `call`.
-
-        Returns:
-            [memory, text] of reset; [memory, text, is_error, is_done] of a call; the reward.
+        `**arguments`: `row` and `seed` for `reset`; `name` and `arguments` for `call`. Returns [memory, text] of reset;
+        [memory, text, is_error, is_done] of a call; the reward.
         """
         if method == "reset":
             return await self._reset(**arguments)
@@ -92,11 +83,7 @@ class TrlFunction:
 
 
 def find_factories(factory: Any, row: Mapping[str, Any]) -> list[Callable[[], Any]]:
-    """Return the factory of a row; if the row has no `environment`, all of them.
-
-    Raises:
-        ConfigError: the row names a factory that there is not.
-    """
+    """Return the factory of a row; if the row has no `environment`, all of them."""
     found = factory.load() if isinstance(factory, FactoryFile) else factory
     if not isinstance(found, Mapping):
         return [found]

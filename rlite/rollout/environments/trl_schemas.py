@@ -21,11 +21,7 @@ class ToolSchemas:
         self.factory = factory
 
     def __call__(self, row: Mapping[str, Any]) -> Any:
-        """Return the schemas, and whether the environment has a method `get_reward`.
-
-        Raises:
-            ConfigError: the environment has no `reset`, or no schema can be derived from one of its methods.
-        """
+        """Return the schemas, and whether the environment has a method `get_reward`."""
         environments = [factory() for factory in find_factories(self.factory, row)]
         for environment in environments:
             if not callable(getattr(environment, "reset", None)):

@@ -25,15 +25,7 @@ from rlite.types import AsyncInference, GenerationHyperparameters
 def noting(turn: int, action: str) -> Iterator[None]:
     """Add the turn and the action to a failure of the environment inside of the block.
 
-    Args:
-        turn: number of the turn, from 1.
-        action: text that the model has written.
-
-    Yields:
-        None.
-
-    Raises:
-        EnvironmentFailure: the failure, with a note.
+    `turn`: number of the turn, from 1.
     """
     try:
         yield

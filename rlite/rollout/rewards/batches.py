@@ -86,13 +86,7 @@ def score_batch(values: Any) -> str | list[Score]:
 def read_batch(answer: Any, count: int, names: Sequence[str] = ()) -> list[float | str] | str | None:
     """Return the rewards in the answer of a batch, each as by `read_score`.
 
-    Args:
-        answer: answer of an untrusted process.
-        count: number of completions in the batch.
-        names: names of the parts of a `Reward`, if the function is a sum.
-
-    Returns:
-        The rewards, or the text that says why there are none. None if the answer has another form.
+    Returns the rewards, or the text that says why there are none. None if the answer has another form.
     """
     if isinstance(answer, str):
         return printable(answer)

@@ -48,16 +48,7 @@ class Adapted(NamedTuple):
 
 
 def adapt(fn: Callable[..., Any], what: str) -> Adapted:
-    """Return a reward function of any accepted signature with rlite's signature.
-
-    Args:
-        fn: the function.
-        what: its option and value, for error messages.
-
-    Raises:
-        ConfigError: the function has none of the accepted signatures, which the message shows. It is a class. It has a
-            cache, and is called with arguments that cannot be keys of a cache.
-    """
+    """Return a reward function of any accepted signature with rlite's signature."""
     if inspect.isclass(fn):
         raise ConfigError(f"{what}: {fn.__name__} is a class; name a function, or an object of the class")
     try:
@@ -81,17 +72,7 @@ def adapt(fn: Callable[..., Any], what: str) -> Adapted:
 
 
 def check_columns(reward: Adapted, rows: Sequence[Row], what: str, where: str) -> None:
-    """Check that all rows have the columns that a reward function names.
-
-    Args:
-        reward: the function.
-        rows: rows of the data.
-        what: option and value of the reward, for error messages.
-        where: option of the data, for error messages.
-
-    Raises:
-        DataError: a column is missing. The message has the nearest column's name.
-    """
+    """Check that all rows have the columns that a reward function names."""
     for number, row in enumerate(rows):
         inner = row.get("reward_model") if reward.kind == "verl" else None
         columns = {*row, *(inner if isinstance(inner, Mapping) else ())}  # verl's functions get those inside, too
@@ -144,11 +125,7 @@ class ChosenReward(NamedTuple):
     def make(self, is_part: bool) -> RewardFunction:
         """Return the function in processes of its own.
 
-        Args:
-            is_part: the reward is one of several. One with TRL's signature may then be None.
-
-        Raises:
-            ConfigError: an option is out of range, or the function cannot be sent to a process.
+        `is_part`: the reward is one of several. One with TRL's signature may then be None.
         """
         if self.function is not None:
             return self.function
@@ -180,24 +157,12 @@ class ChosenRewards:
         self._rewards = [_choose(name, own, given.get(name), keys[name]) for name, own in options.items()]
 
     def check_columns(self, rows: Sequence[Row], where: str) -> None:
-        """Check that all rows have the columns that the functions name.
-
-        Args:
-            rows: rows of the data.
-            where: option of the data, for error messages.
-
-        Raises:
-            DataError: a column is missing. The message has the nearest column's name.
-        """
+        """Check that all rows have the columns that the functions name."""
         for reward in self._rewards:
             check_columns(reward.adapted, rows, reward.what, where)
 
     def make(self) -> RewardFunction | WeightedRewards:
-        """Return the reward of a completion: of one function as it is, else the weighted sum.
-
-        Raises:
-            ConfigError: an option is out of range, or a function cannot be sent to a process.
-        """
+        """Return the reward of a completion: of one function as it is, else the weighted sum."""
         [first, *others] = self._rewards
         if not others and first.options.weight == 1:
             return first.make(is_part=False)
@@ -206,11 +171,7 @@ class ChosenRewards:
 
 
 def _with_options(fn: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    """Return a reward function with some of its keyword arguments.
-
-    Raises:
-        ConfigError: the function has no such argument.
-    """
+    """Return a reward function with some of its keyword arguments."""
     signature = signature_of(fn)
     for option in () if takes_all(signature) else options:
         if option not in signature.parameters:

@@ -89,19 +89,7 @@ class RewardFunction:
     async def __call__(
         self, /, prompt: str, completions: str, prompt_ids: Sequence[int], completion_ids: Sequence[int], **data: Any
     ) -> float:
-        """Return the reward of one completion.
-
-        Args:
-            prompt: text of the prompt.
-            completions: text of the completion.
-            prompt_ids: tokens of the prompt.
-            completion_ids: tokens of the completion.
-            **data: the row's other columns.
-
-        Raises:
-            RewardError: there is no reward. The class depends on the outcome.
-            DataError: `data` cannot be pickled.
-        """
+        """Return the reward of one completion."""
         return await self.run(
             prompt=prompt, completions=completions, prompt_ids=prompt_ids, completion_ids=completion_ids, **data
         )
@@ -172,11 +160,7 @@ class RewardFunction:
         return [self._reward(result) for result in await self._call_batch(rows)]
 
     def _reward(self, result: Any, answer: Any = None) -> Any:
-        """Return a valid result.
-
-        Raises:
-            RewardInvalid: the result is None, or a text that describes an unusable result.
-        """
+        """Return a valid result."""
         if result is None:
             raise RewardInvalid(f"{self.what} answered {answer!r:.200}, which is not the expected form")
         if isinstance(result, str):
@@ -211,12 +195,7 @@ def _is_finite_float(value: Any) -> bool:
 
 
 def noted(source: object, reward: float) -> float:
-    """Return a reward, after the current episode has taken the answer that it names.
-
-    Args:
-        source: the reward function.
-        reward: a `Reward` if it names an answer.
-    """
+    """Return a reward, after the current episode has taken the answer that it names."""
     if (episode := current_episode()) is not None:
         episode.take_answer(source, reward.answer if isinstance(reward, Reward) else None)
     return reward

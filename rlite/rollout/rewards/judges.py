@@ -34,15 +34,6 @@ class JudgeLoop:
         """Return the result of the function's awaitable.
 
         If this call is cancelled, it ends when the awaitable has ended: until then it counts towards a limit.
-
-        Args:
-            value: the awaitable.
-
-        Raises:
-            RewardRaised: the awaitable raised an exception.
-            RewardTimeout: the call ran for longer than its time-out, or blocks its event loop.
-            TimeoutError: the call itself timed out. RewardTimeout is such a TimeoutError.
-            CancelledError: this call was cancelled.
         """
         ended: Future[None] = Future()
 
@@ -81,11 +72,7 @@ class Slots:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """Hold a slot inside the `with` block.
-
-        Yields:
-            None.
-        """
+        """Hold a slot inside the `with` block."""
         turn: Future[None] = Future()
         self._waiting.append(turn)
         self._advance()
@@ -119,15 +106,7 @@ class Retrying(Protocol):
 def check_options(fn: Any, timeout: float, batch_wait: float, retries: int | Retrying, **counts: int | None) -> None:
     """Check the options of a `RewardFunction`.
 
-    Args:
-        fn: the function.
-        timeout: seconds.
-        batch_wait: seconds.
-        retries: number of further attempts, or a policy.
-        **counts: limits on calls, by name; None sets no limit.
-
-    Raises:
-        ConfigError: An option is out of range.
+    `timeout`: seconds. `batch_wait`: seconds. `**counts`: limits on calls, by name; None sets no limit.
     """
     if not callable(fn):
         raise ConfigError(f"RewardFunction({fn!r}): expected a function")

@@ -66,24 +66,12 @@ class LlmJudge:
             self.ask = self._ask_server
 
     def question(self, data: Mapping[str, Any]) -> str:
-        """Return the message to the judge.
-
-        Args:
-            data: texts of the prompt and of its answer, `completions`, and the row's other columns.
-        """
+        """Return the message to the judge."""
         rubric = _COLUMN.sub(lambda found: str(data[found[1]]), self.rubric)
         return ASKED.format_map({**data, **dict(self.options), "rubric": rubric})
 
     async def __call__(self, /, **data: Any) -> float | Unusable:
-        """Return the judge's score of an answer, or why it has none.
-
-        Args:
-            **data: texts of the prompt and of its answer, `completions`, and the row's other columns.
-
-        Raises:
-            RliteError: the server refused the request.
-            ConfigError: the judge is on no engine.
-        """
+        """Return the judge's score of an answer, or why it has none."""
         if self.ask is None:
             raise ConfigError(f"{self.what}: the judge is on no engine; rlite ppo, grpo and eval put it there")
         said = await self.ask(self.question(data))
@@ -105,11 +93,7 @@ class LlmJudge:
             return Unusable(f"no score: the judge's reply is no chat completion: {self._shown(reply)}")
 
     async def _reply(self, text: str) -> bytes:
-        """Return the body of the server's answer to one message. The reward's time-out ends the wait.
-
-        Raises:
-            RliteError: the server refused the request, or its answer has no end.
-        """
+        """Return the body of the server's answer to one message. The reward's time-out ends the wait."""
         import aiohttp  # optional
 
         own = self.options
@@ -138,11 +122,7 @@ class LlmJudge:
 
 
 def _key(options: JudgeOptions, what: str) -> str:
-    """Return the key of the server; "" if it needs none.
-
-    Raises:
-        ConfigError: the key is missing, or others can read its file.
-    """
+    """Return the key of the server; "" if it needs none."""
     if options.key_file is not None:
         key, where = read_secret(Path(options.key_file).expanduser(), f"{what}.key_file"), "key_file"
     elif options.key_env is not None:

@@ -54,11 +54,7 @@ def math_verify_reward(
 
 
 def _text_of(value: Any) -> str:
-    """Return the text of an answer, the same for a decimal number and for a fraction that is equal to it.
-
-    Args:
-        value: what math-verify has understood, or a text.
-    """
+    """Return the text of an answer, the same for a decimal number and for a fraction that is equal to it."""
     if isinstance(value, sympy.Float):
         return str(sympy.Rational(str(value)))
     if isinstance(value, sympy.Mul):  # math-verify keeps 2/4 as 2 * 4**-1

@@ -28,13 +28,7 @@ Scores = Callable[[Sequence[Tokens]], list[float]]
 def check_scorer(path: str, what: str, label: str | None = None) -> int:
     """Return the number of the label whose logit is the score.
 
-    Args:
-        path: folder or hub name of the checkpoint.
-        what: option and value that name it, for error messages.
-        label: name or number of the label; None: the checkpoint has one.
-
-    Raises:
-        ConfigError: it is a model of another kind, has several labels of which none is named, or no such label.
+    `label`: name or number of the label; None: the checkpoint has one.
     """
     config = load_config(path)
     kind = next(iter(config.architectures or []), config.model_type)
@@ -85,18 +79,7 @@ class RewardModel:
         self._ends: frozenset[int] = frozenset()
 
     def check(self, tokenizer: Any, rows: Sequence[Mapping[str, Any]], length: int, where: str) -> None:
-        """Compare the policy's tokenizer and the longest sequences with the model's, before work starts.
-
-        Args:
-            tokenizer: the policy's.
-            rows: the prompts.
-            length: tokens of the run's longest sequence.
-            where: option of the rows, for messages.
-
-        Raises:
-            ConfigError: the model has no chat template for messages, or its context is shorter than the run's.
-            DataError: the model's chat template refuses a prompt.
-        """
+        """Compare the policy's tokenizer and the longest sequences with the model's, before work starts."""
         self.reads_tokens = not self.is_encoder and reads_alike(self.tokenizer, tokenizer)
         if self.max_length is not None and length > self.max_length:
             remedy = "lower rollout.max_model_len or rollout.train_sampling_params.max_new_tokens"
@@ -111,11 +94,7 @@ class RewardModel:
                 raise DataError(f"{where}, row index {number}: {self.what}: {error}") from error
 
     async def __call__(self, /, **columns: Sequence[Any]) -> list[Any]:
-        """Return the score of each answer, or why it has none.
-
-        Args:
-            **columns: arguments of a reward function, as lists.
-        """
+        """Return the score of each answer, or why it has none."""
         read = [self._read(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         rows = [ids for ids in read if not isinstance(ids, Unusable)]
         scores = iter(await asyncio.to_thread(self._scores, rows) if rows else [])

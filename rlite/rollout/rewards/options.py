@@ -85,14 +85,7 @@ class JudgeOptions(Options):
         return (self.model, *(getattr(self, name) for name in SERVING))
 
     def rubric_text(self, key: str) -> str:
-        """Return the rubric, from its file if it has one.
-
-        Args:
-            key: key of these options, for error messages.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        """Return the rubric, from its file if it has one."""
         if not self.rubric.endswith((".md", ".txt")):
             return self.rubric
         try:

@@ -46,9 +46,7 @@ class Reward(float):
 def answered(score: float, answer: str | None) -> Reward:
     """Return a reward that names the answer that it has judged.
 
-    Args:
-        score: the reward.
-        answer: what the completion answers; None if nothing is found.
+    `answer`: what the completion answers; None if nothing is found.
     """
     reward = Reward(score)
     reward.answer = answer
@@ -73,12 +71,7 @@ def score(value: Any) -> Score:
 
 
 def read_score(answer: Any, names: Sequence[str] = ()) -> float | str | None:
-    """Return the reward in an answer, or the text that says why there is none; None for any other answer.
-
-    Args:
-        answer: answer of an untrusted process.
-        names: names of the parts of a `Reward`, if the function is a sum.
-    """
+    """Return the reward in an answer, or the text that says why there is none; None for any other answer."""
     match answer:
         case str():
             return printable(answer)

@@ -33,15 +33,7 @@ class WeightedRewards:
         self.parts = dict(parts)
 
     async def __call__(self, /, **arguments: Any) -> Reward:
-        """Return the sum, with its parts.
-
-        Args:
-            **arguments: arguments of each function.
-
-        Raises:
-            RewardError: a part failed. The other parts are cancelled.
-            RewardInvalid: all parts are None.
-        """
+        """Return the sum, with its parts."""
         rewards = await side_by_side([part.function(**arguments) for part in self.parts.values()])
         values = dict(zip(self.parts, map(_value, rewards), strict=True))
         counted = [self.parts[name].weight * value for name, value in values.items() if not math.isnan(value)]

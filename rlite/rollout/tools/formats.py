@@ -60,9 +60,7 @@ class ToolCallFormat:
     async def read(self, text: str, prompt: str = "") -> Reading:
         """Return the text outside of calls, the calls, and the texts of calls that cannot be read.
 
-        Args:
-            text: the answer.
-            prompt: the text before it; a thought that it begins goes on in the answer.
+        `prompt`: the text before it; a thought that it begins goes on in the answer.
         """
         if self.aside is not None:  # a response template knows what the prompt has begun
             return await self.aside(text)
@@ -189,13 +187,8 @@ ReadBlock = Callable[[re.Match[str]], tuple[Pieces, int]]
 def scanned(text: str, beginning: str, read_block: ReadBlock) -> Reading:
     """Return the calls in the blocks of a text, and the text outside of them. Thoughts hold no calls.
 
-    Args:
-        text: the answer.
-        beginning: pattern of the beginning of a block; it does not match the empty text.
-        read_block: reads a block.
-
-    Returns:
-        The reading. Calls that cannot be read stay at their places in the text.
+    `beginning`: pattern of the beginning of a block; it does not match the empty text. Returns the reading. Calls that
+    cannot be read stay at their places in the text.
     """
     marks = re.compile("|".join([beginning, *_THOUGHT_MARKS]), re.DOTALL)
     content: list[str] = []
@@ -242,8 +235,7 @@ def read_each(pieces: Iterable[str], read: Callable[[str], ToolCall]) -> Pieces:
 def _split(text: str, separator: str, start: int) -> tuple[list[str], int]:
     """Split a text at separators outside of strings and brackets, up to the end of the list in which it begins.
 
-    Returns:
-        The parts that are not blank, and the end of the list.
+    Returns the parts that are not blank, and the end of the list.
     """
     parts: list[str] = []
     depth = 0
@@ -337,11 +329,7 @@ def _read_python(text: str) -> ToolCall:
 
 
 def read_call(value: Any) -> ToolCall:
-    """Return the call of a JSON value such as {"name": ..., "arguments": {...}}, or with "parameters".
-
-    Raises:
-        _NoCall: the value is no call. Other errors in `UNREADABLE` mean the same.
-    """
+    """Return the call of a JSON value such as {"name": ..., "arguments": {...}}, or with "parameters"."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not _NAME.fullmatch(value["name"]):
         raise _NoCall
     arguments: Any = value.get("arguments", value.get("parameters", {}))

@@ -23,12 +23,7 @@ PARSE_TIMEOUT = 10.0
 
 
 def template_format(tokenizer: Any, prompt: str) -> formats.ToolCallFormat:
-    """Return the format of a tokenizer's own response template.
-
-    Args:
-        tokenizer: with a `response_template`.
-        prompt: the end of it is what the chat template opens an answer with.
-    """
+    """Return the format of a tokenizer's own response template."""
     field = tokenizer.response_template.get("fields", {}).get("tool_calls", {})
     opened = field.get("open", ())
     marks = (opened,) if isinstance(opened, str) else tuple(opened)
@@ -49,14 +44,7 @@ def template_format(tokenizer: Any, prompt: str) -> formats.ToolCallFormat:
 
 
 def read_answer(template: Mapping[str, Any], pattern: str, prompt: str, text: str) -> formats.Reading:
-    """Return what an answer holds. If a call cannot be read, each call is read by itself.
-
-    Args:
-        template: the response template.
-        pattern: matches the beginning of a call.
-        prompt: text before the answer.
-        text: the answer.
-    """
+    """Return what an answer holds. If a call cannot be read, each call is read by itself."""
 
     def calls_of(text: str, prompt: str = "") -> list[formats.ToolCall] | None:
         try:

@@ -10,12 +10,7 @@ MAX_LENGTH = 8192
 
 
 def result_text(value: Any) -> str:
-    """Return a tool's result as the model reads it: a text as it is, else JSON; a long text is cut.
-
-    Raises:
-        TypeError: JSON cannot hold the value.
-        UnicodeEncodeError: the text holds a lone surrogate, which cannot be tokenised.
-    """
+    """Return a tool's result as the model reads it: a text as it is, else JSON; a long text is cut."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text.encode()
     return f"{text[:MAX_LENGTH]} ... ({len(text) - MAX_LENGTH} characters left out)" if len(text) > MAX_LENGTH else text

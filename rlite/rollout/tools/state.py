@@ -42,23 +42,14 @@ class EpisodeState:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episode-state")
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a function returns, in the episode's thread, or if it is async in the event loop.
-
-        Raises:
-            EnvironmentFailure: the function raised an exception, or is late.
-        """
+        """Return what a function returns, in the episode's thread, or if it is async in the event loop."""
         async with limited(self._what, self._timeout, ENVIRONMENT_ERRORS):
             if inspect.iscoroutinefunction(function):
                 return await function(*arguments)
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def use(self, tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-        """Return the result of a tool with the state as its first argument, as the model reads it.
-
-        Args:
-            tool: the tool's function.
-            arguments: what the model has given.
-        """
+        """Return the result of a tool with the state as its first argument, as the model reads it."""
         found = await self.call(partial(tool, self.value, **arguments))
         return str(await self.call(result_text, found))  # a result that is no JSON fails as the tool does
 
@@ -68,11 +59,7 @@ class EpisodeState:
         return default if function is None else await self.call(function)
 
     async def report(self) -> dict[str, Any]:
-        """Return what the reward receives of the state beside the row.
-
-        Raises:
-            DataError: `report()` returned no mapping.
-        """
+        """Return what the reward receives of the state beside the row."""
         found = await self.ask("report", {})
         if not isinstance(found, Mapping):
             raise DataError(f"{self._what}: report() returned {found!r:.200}; expected a dict for the reward")
@@ -92,16 +79,8 @@ async def episode_state(
 ) -> AsyncIterator[EpisodeState | None]:
     """Make the state of an episode, and close it at the end of the block.
 
-    Args:
-        make: returns the state for a row; a class, or a function that may be async. None: there is none.
-        item: the row, of which `make` gets a copy.
-        timeout: as for `EpisodeState`.
-
-    Yields:
-        The state; None if there is none.
-
-    Raises:
-        EnvironmentFailure: a call failed.
+    `make`: returns the state for a row; a class, or a function that may be async. None: there is none. Yields the
+    state; None if there is none.
     """
     if make is None:
         yield None
@@ -120,11 +99,7 @@ def takes_state(function: Callable[..., Any]) -> bool:
 
 
 def without_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the name, docstring and parameters of a tool, but for the state; it is not called.
-
-    Raises:
-        ConfigError: the type hints of the tool cannot be evaluated.
-    """
+    """Return a function with the name, docstring and parameters of a tool, but for the state; it is not called."""
     signature = inspect.signature(function)
     try:
         hints = get_type_hints(function)

@@ -113,12 +113,7 @@ class Toolbox:
         self._stateful = {tool.name: tool.function for tool in found if tool.needs_state}
 
     async def call(self, call: ToolCall, state: EpisodeState | None = None) -> ToolResult:
-        """Return the result of a tool call. A failure is also a result, so the model may try again.
-
-        Args:
-            call: name and arguments.
-            state: state of the episode, for the tools that need it.
-        """
+        """Return the result of a tool call. A failure is also a result, so the model may try again."""
         if call.name not in self.names:
             return ToolResult(f"Error: there is no tool {call.name}; there are: {', '.join(self.names)}", is_error=True)
         try:

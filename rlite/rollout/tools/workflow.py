@@ -46,14 +46,8 @@ def tool_call_format(
 ) -> formats.ToolCallFormat:
     """Return the format in which calls are read.
 
-    Args:
-        form: a ToolCallFormat, which is taken as it is; the name of one; or None for the format that the tokenizer's
-            response template or chat template has. For a template that writes no calls, the format is hermes.
-        tokenizer: the model's tokenizer.
-        chat_template_options: further keyword arguments for `apply_chat_template`.
-
-    Raises:
-        ConfigError: the name is unknown, or the chat template writes a call that the format does not read back.
+    `form`: a ToolCallFormat, which is taken as it is; the name of one; or None for the format that the tokenizer's
+    response template or chat template has. For a template that writes no calls, the format is hermes.
     """
     if isinstance(form, formats.ToolCallFormat):
         return form
