@@ -56,14 +56,7 @@ def held_out_sources(
 ) -> dict[str, Source]:
     """Return the tables to evaluate on by the names of their sets.
 
-    Args:
-        sets: options of the sets; a single set without a path evaluates nothing.
-        columns: columns of the training data.
-        system_prompt: system prompt of the training data.
-        map: function of the rows of the training data.
-
-    Raises:
-        ConfigError: a named set has no path.
+    `sets`: options of the sets; a single set without a path evaluates nothing.
     """
     if missing := [name for name, options in sets.items() if options.path is None and name != UNNAMED]:
         close = difflib.get_close_matches(missing[0], sets.keys() - missing, n=1)
@@ -141,9 +134,7 @@ class GeneratedOptions(HeldOutOptions):
 def problems_of_k(k: int | None, samples: int) -> Iterator[str]:
     """Yield a message if there are too few samples of each prompt for pass@k.
 
-    Args:
-        k: largest k; None is `samples`.
-        samples: samples of each prompt.
+    `k`: largest k; None is `samples`.
     """
     if k is not None and k > samples:
         yield f"k={k}: pass@{k} needs {k} samples of each prompt, and samples={samples}; raise samples, or lower k"

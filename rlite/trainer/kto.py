@@ -63,11 +63,7 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
         return f"{actor.loss_type}, beta {actor.beta:g}, {weights}, {self.reference.describe()}"
 
     def _check_rows(self, model: tuple[int, int | None], capacity: int, name: str, table: str, rows: TokenRows) -> None:
-        """Check that every item fits the devices, and every prompt with another row's answer.
-
-        Raises:
-            ConfigError: an item does not fit, or a prompt with another row's answer may not fit.
-        """
+        """Check that every item fits the devices, and every prompt with another row's answer."""
         super()._check_rows(model, capacity, name, table, rows)
         limit = self.options.data.max_length
         longest = limit if self.rows.stream is not None else min(limit, longest_mismatch(rows))
@@ -96,8 +92,7 @@ class KtoTrainer(SupervisedTrainer[KtoConfig]):
     def update(self, batch: TensorDict) -> dict[str, float]:
         """Make one optimizer step and one step of the learning rate.
 
-        Returns:
-            The batch's statistics. Without rows of a label, there is no reward of this label, and no margin.
+        Returns the batch's statistics. Without rows of a label, there is no reward of this label, and no margin.
         """
         stats, counts = super().update(batch), self.metric_counts(batch)
         return _with_margin({key: value for key, value in stats.items() if counts.get(key, 1)})

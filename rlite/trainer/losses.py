@@ -29,9 +29,7 @@ class SftLoss(TokenMean, OnCounted):
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
         """Return the scalar loss of a pack.
 
-        Args:
-            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
+        `tokens`: log-probabilities at the positions that predict the tokens, `[T]`.
         """
         return self._mean(-tokens.logprobs, predicts_counted(data), data)
 
@@ -45,9 +43,7 @@ class ValueLoss(TokenMean):
     def __call__(self, values: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean]]:
         """Return the scalar loss of a pack, and its metrics.
 
-        Args:
-            values: the critic's values at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
+        `values`: the critic's values at the positions that predict the tokens, `[T]`.
         """
         mask = predicts_counted(data)
         returns, old = (algorithms.next_token(data[key], data["cu_seqlens"]) for key in ("returns", "values"))
@@ -90,12 +86,7 @@ class DpoLoss(_PairMean, OnCounted):
         object.__setattr__(self, "configured", Configured.of(algorithms.PREFERENCE_LOSSES, chosen.name, chosen.options))
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the scalar loss of a pack, and its metrics.
-
-        Args:
-            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
-        """
+        """Return the scalar loss of a pack, and its metrics."""
         options = self.preference_loss
         cu_seqlens, mask, is_chosen = data["cu_seqlens"], predicts_counted(data), data["is_chosen"].bool()
         lengths = algorithms.sequence_sums(torch.ones_like(tokens.logprobs), mask, cu_seqlens).long()
@@ -146,12 +137,7 @@ class KtoLoss(OnCounted):
         return torch.ones_like(data["is_desirable"], dtype=torch.long).sum()
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Return the scalar loss of a pack, and its metrics.
-
-        Args:
-            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
-        """
+        """Return the scalar loss of a pack, and its metrics."""
         cu_seqlens, mask, is_desirable = data["cu_seqlens"], predicts_counted(data), data["is_desirable"].bool()
         reference = algorithms.next_token(data["ref_logprobs"], cu_seqlens)
         ours, theirs = (algorithms.sequence_sums(x, mask, cu_seqlens) for x in (tokens.logprobs, reference))
@@ -176,9 +162,7 @@ class RewardModelLoss(_PairMean):
     def __call__(self, scores: Tensor, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the scalar loss of a pack, and its metrics.
 
-        Args:
-            scores: score of each token, `[T]`.
-            data: the pack's keys.
+        `scores`: score of each token, `[T]`.
         """
         is_chosen = data["is_chosen"].bool()
         last = scores[data["cu_seqlens"][1:].long() - 1]
@@ -191,8 +175,6 @@ class RewardModelLoss(_PairMean):
 def own_values(values: Tensor, data: Mapping[str, Any]) -> Tensor:
     """Return at each token [T] the value of the state in which the token was chosen: a post_hook for `forward`.
 
-    Args:
-        values: the critic's values at the positions that predict the tokens, `[T]`.
-        data: the pack's keys.
+    `values`: the critic's values at the positions that predict the tokens, `[T]`.
     """
     return algorithms.previous_token(values, data["cu_seqlens"])

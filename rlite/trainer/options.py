@@ -108,11 +108,7 @@ class TableOptions(SingleTableOptions):
         return {name: source.weight for name, source in self.mixture.items() if source.weight is not None} or None
 
     def sources(self, key: str) -> dict[str, Source]:
-        """Return the tables to read by the name of the source; a single table has the name "".
-
-        Args:
-            key: name of this group of options.
-        """
+        """Return the tables to read by the name of the source; a single table has the name ""."""
         own: Any = {"columns": self.columns, "map": self.map, "system_prompt": self.system_prompt}
         shared = Source(path=self.path or "", key=key, **own)
         if self.path is not None:
@@ -316,12 +312,7 @@ PLACED = {
 
 
 def repeated(given: Mapping[str, Any], own: Collection[str]) -> Iterator[str]:
-    """Yield a message for each of the further options of an executor that has a place of its own.
-
-    Args:
-        given: `executor_options`.
-        own: names of the options beside it that `build` takes too.
-    """
+    """Yield a message for each of the further options of an executor that has a place of its own."""
     for name, remedy in (PLACED | {each: f"set {each} beside executor_options" for each in own}).items():
         if name in given:
             yield f"executor_options.{name}: this is no further option of the executor; {remedy}"
@@ -359,11 +350,7 @@ class ServingOptions(EngineOptions):
         yield from repeated(self.executor_options, (*own, "max_model_len", "seed"))
 
     def build_options(self, num_devices: int) -> dict[str, Any]:
-        """Return keyword arguments of an inference engine's `build` that fills so many devices.
-
-        Args:
-            num_devices: a multiple of `tp_size`.
-        """
+        """Return keyword arguments of an inference engine's `build` that fills so many devices."""
         assert num_devices % self.tp_size == 0
         return {
             "tensor_parallel_size": self.tp_size,

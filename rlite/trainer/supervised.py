@@ -119,25 +119,13 @@ class SupervisedTrainer(TrainerLoop, Generic[C]):
     def _check_rows(self, model: tuple[int, int | None], capacity: int, name: str, table: str, rows: TokenRows) -> None:
         """Check that every item fits the model and the devices.
 
-        Args:
-            model: tokens of the vocabulary, and the most tokens of a row.
-            capacity: the most tokens on one device.
-            name: the capacity's name in errors.
-            table: the table's name in errors.
-            rows: the table.
-
-        Raises:
-            ConfigError: an item does not fit.
+        `model`: tokens of the vocabulary, and the most tokens of a row. `capacity`: the most tokens on one device.
         """
         rows.check_model(*model, table)
         rows.check_capacity(capacity, name, table)
 
     def _build_options(self) -> dict[str, Any]:
-        """Return the build options of the trained engine.
-
-        Raises:
-            ConfigError: the sizes do not divide the devices, or a row is too long for them.
-        """
+        """Return the build options of the trained engine."""
         model, sizes = self.model, ("ddp_size", "sp_size", "tp_size")
         try:
             options = model.build_options(len(rlite.current_session().devices), self.options.trainer.seed)

@@ -56,14 +56,7 @@ class Alarms(Observer):
         first_losses: Mapping[str, str],
         selection: Selection | None = None,
     ) -> None:
-        """Report what is new in the metrics of the finished step.
-
-        Args:
-            run: counts the steps, and has the console.
-            metrics: metrics of the step.
-            first_losses: an example of each cause of lost groups.
-            selection: what failures have done to the answers of the step.
-        """
+        """Report what is new in the metrics of the finished step."""
         self._look_at_losses(run, metrics, first_losses)
         for cause, rows in (*self._of_metrics(metrics), *(selection or Selection()).alarms()):
             if run.step >= self._given_at.get(cause, -REPEAT_AFTER) + REPEAT_AFTER:

@@ -112,14 +112,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(size: ModelSize, lengths: Iterable[int], seconds: float, device_names: Sequence[str]) -> float | None:
-    """Return the share of these devices' peak that training on the sequences reaches; None if a device is unknown.
-
-    Args:
-        size: the model's size.
-        lengths: tokens of each sequence.
-        seconds: time of the training step.
-        device_names: names of all devices, as torch gives them.
-    """
+    """Return the share of these devices' peak that training on the sequences reaches; None if a device is unknown."""
     peaks = [peak for peak in map(peak_flops, device_names) if peak is not None]
     if len(peaks) < len(device_names) or seconds <= 0:
         return None
@@ -131,15 +124,8 @@ def usage_metrics(
 ) -> dict[str, float]:
     """Return metrics of memory and throughput for one training phase.
 
-    Args:
-        usage: usage of the trained engine's devices.
-        module: the engine's module.
-        lengths: tokens of each sequence, each once.
-        seconds: time of the phase.
-
-    Returns:
-        `memory_gib`, the peak of the worker with the most memory since the last call; and `mfu`, if the devices are
-            known.
+    Returns `memory_gib`, the peak of the worker with the most memory since the last call; and `mfu`, if the devices are
+    known.
     """
     size = ModelSize.of(module)
     share = None if size is None else mfu(size, lengths, seconds, [each.name for each in usage])

@@ -76,9 +76,7 @@ class StepTrace(Observer):
     def follow(self, step: int, is_over: bool) -> None:
         """Trace the next step if the options say so, and write the trace of the last step.
 
-        Args:
-            step: finished steps.
-            is_over: no step is left. The trace of a run that was over before is kept.
+        `is_over`: no step is left. The trace of a run that was over before is kept.
         """
         if not self._is_wanted or (is_over and not trace.is_on()):
             return

@@ -81,12 +81,7 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line.
-
-        Raises:
-            ConfigError: a metric is named `step`.
-            StorageError: the line could not be written.
-        """
+        """Append one line."""
         if "step" in metrics:
             raise ConfigError("a metric cannot be named 'step': that key holds the step's number")
         row = {"step": step, **{key: _jsonable(value) for key, value in metrics.items()}}
@@ -108,11 +103,7 @@ def drop_later_lines(path: Path, step: float) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a metrics.jsonl. Each has its `step`; lines that cannot be read are left out.
-
-    Raises:
-        OSError: there is no such file, or it cannot be read.
-    """
+    """Return the lines of a metrics.jsonl. Each has its `step`; lines that cannot be read are left out."""
     rows = []
     with files.reading(path) as file:
         for line in file:
@@ -232,12 +223,7 @@ def _is_taken(run: Run, trackio: Any) -> bool:
 def open_sinks(names: Sequence[str], run: Run) -> MetricSinks:
     """Open sinks by name: `jsonl`, `tensorboard`, `wandb`, `trackio`. If one fails, none stays open.
 
-    Returns:
-        The sinks as one.
-
-    Raises:
-        UnknownOptionError: a name is unknown.
-        ConfigError: a package is missing; the message names the extra to install.
+    Returns the sinks as one.
     """
     for name in names:
         if name not in SINKS:
@@ -260,12 +246,7 @@ _PACKAGES: dict[str, tuple[Callable[[Run, Any], MetricSink], str]] = {
 
 
 def _opener(name: str) -> Callable[[Run], MetricSink]:
-    """Return the class of a sink, with the package that it needs.
-
-    Raises:
-        ConfigError: the package is missing.
-        ModuleNotFoundError: the package lacks another one.
-    """
+    """Return the class of a sink, with the package that it needs."""
     if name == "jsonl":
         return JsonlSink
     sink_class, package = _PACKAGES[name]

@@ -55,13 +55,7 @@ GAP = 2
 
 
 def find(key: str, metrics: Collection[str], evaluated: Collection[str] = ()) -> str | None:
-    """Return the metric that a name means: itself, or else the first metric that it is the last part of.
-
-    Args:
-        key: such as "loss".
-        metrics: names of metrics, such as "actor/loss".
-        evaluated: metrics of evaluations, of which only the whole name counts
-    """
+    """Return the metric that a name means: itself, or else the first metric that it is the last part of."""
     if key in metrics:
         return key
     return next((name for name in metrics if name.endswith(f"/{key}") and name not in evaluated), None)
@@ -90,23 +84,13 @@ class Columns:
         return {key: metrics[name] for key, name in names.items() if name is not None}
 
     def unknown(self, metrics: Collection[str], later: Collection[str]) -> dict[str, str]:
-        """Return a hint for each name that was asked for and is no metric.
-
-        Args:
-            metrics: metrics of a step.
-            later: further metrics, which other steps have.
-        """
+        """Return a hint for each name that was asked for and is no metric."""
         names = () if self.may_drop else self._wanted or ()
         known = {*metrics, *later, *self._evaluated}
         return {repr(name): did_you_mean(name, known) for name in names if find(name, known, self._evaluated) is None}
 
     def fit(self, metrics: Mapping[str, float], width: int) -> list[str] | None:
-        """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width.
-
-        Args:
-            metrics: metrics of the step.
-            width: characters of the line that columns may take.
-        """
+        """Return the columns of a row, in the order of the choice; None if the metrics asked for need more width."""
         self._seen |= dict.fromkeys(self.chosen(metrics))
         columns = [key for key in self._wanted or self._seen if key in self._seen]
         ends = [sum(GAP + _width(key) for key in columns[: index + 1]) for index in range(len(columns))]
@@ -197,13 +181,7 @@ class ConsoleReporter(observer.Console):
     # -- reports -------------------------------------------------------------------------------------------------
 
     def report(self, title: str, rows: Mapping[str, Any] | Sequence[tuple[str, Any]], style: str = "") -> None:
-        """Print a titled table of names and values.
-
-        Args:
-            title: first line, or text in the frame.
-            rows: names and values.
-            style: colour of the frame on a terminal.
-        """
+        """Print a titled table of names and values."""
         given = rows.items() if isinstance(rows, Mapping) else rows
         pairs = [(self._encodable(name), self._encodable(value)) for name, value in given]
         if not self._console.is_terminal:
@@ -243,8 +221,7 @@ class ConsoleReporter(observer.Console):
     def note(self, text: str) -> None:
         """Show how far the work under way is: beside the bar, or in a pipe as a line after `quiet_s` without one.
 
-        Args:
-            text: such as "rollout: 12 of 64 episodes, 3,456 tokens".
+        `text`: such as "rollout: 12 of 64 episodes, 3,456 tokens".
         """
         with self._lock:
             if self._closed.is_set():
@@ -258,8 +235,7 @@ class ConsoleReporter(observer.Console):
     def follow(self, poll: Callable[[], str]) -> None:
         """Call `note` every second with the progress that `poll` returns, until `close`.
 
-        Args:
-            poll: called in a thread of the console; returns at once, "" if nothing is under way.
+        `poll`: called in a thread of the console; returns at once, "" if nothing is under way.
         """
 
         def look() -> None:

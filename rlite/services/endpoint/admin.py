@@ -49,25 +49,14 @@ class Admin:
         """shapes of the weights that are served: their folder may be gone when the next is read"""
 
     def check(self, token: str) -> None:
-        """Check the token of a request, in a time that tells nothing of it.
-
-        Raises:
-            ApiError: it is another.
-        """
+        """Check the token of a request, in a time that tells nothing of it."""
         if not hmac.compare_digest(digest(token), self._digest):
             raise ApiError("the token is not that of the administrator", 401, code="invalid_api_key")
 
     async def load(self, body: bytes) -> dict[str, Any]:
         """Load weights; tokens from then on carry the version of the request.
 
-        Args:
-            body: JSON with `path` and `version`.
-
-        Returns:
-            The version, the number of tensors and the seconds.
-
-        Raises:
-            ApiError: the weights are not loaded, and the engine has its earlier ones.
+        `body`: JSON with `path` and `version`. Returns the version, the number of tensors and the seconds.
         """
         try:
             asked = _Body.model_validate(parse_json(body))

@@ -139,21 +139,13 @@ class Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     async def flush(self) -> None:
-        """Wait until everything written has been handed to the system.
-
-        Raises:
-            ConnectionResetError: the client has left.
-        """
+        """Wait until everything written has been handed to the system."""
         await self._is_flushed.wait()
         if self.transport.is_closing():
             raise ConnectionResetError("the client has left before the end of its answer")
 
     def check_open(self) -> None:
-        """Check that the client is still connected, even if the event loop has not noticed its end yet.
-
-        Raises:
-            ConnectionResetError: the client has left.
-        """
+        """Check that the client is still connected, even if the event loop has not noticed its end yet."""
         if self.transport.is_closing() or _has_ended(self.transport.get_extra_info("socket").fileno()):
             raise ConnectionResetError("the client has left before the end of its answer")
 
@@ -204,14 +196,7 @@ class Listener:
 
     @contextlib.contextmanager
     def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[Connection]:
-        """Mark a connection, on which a token has arrived, as busy while its request is answered inside the block.
-
-        Yields:
-            The connection.
-
-        Raises:
-            ConnectionResetError: the connection was lost.
-        """
+        """Mark a connection, on which a token has arrived, as busy while its request is answered inside the block."""
         connection = None if transport is None else self._open.get(transport)
         if connection is None:
             raise ConnectionResetError("the client has left")
@@ -312,19 +297,8 @@ async def listening(
 ) -> AsyncIterator[Listener]:
     """Serve an application inside the block.
 
-    Args:
-        app: the application.
-        dropped: counts dropped connections and unreadable requests by reason.
-        port: port to listen on; 0 takes a free one.
-        words: names in messages.
-        host: address to listen on; by default this machine alone can connect.
-
-    Yields:
-        The listening socket.
-
-    Raises:
-        ConfigError: there are too few file descriptors.
-        OSError: the address cannot be used.
+    `port`: port to listen on; 0 takes a free one. `host`: address to listen on; by default this machine alone can
+    connect.
     """
     runner = web.AppRunner(
         app,
@@ -363,12 +337,6 @@ def find_capacity(owner: str = "the agent endpoint") -> int:
     """Return the number of connections that file descriptors allow, after raising the soft limit as far as possible.
 
     Half of the free descriptors stay free, because clients in this process need one per connection, too.
-
-    Args:
-        owner: name of the server in messages.
-
-    Raises:
-        ConfigError: there are too few.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)

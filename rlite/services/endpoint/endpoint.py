@@ -173,11 +173,7 @@ class _Server:
             return web.json_response(session.models(request.match_info.get("model")))
 
     async def _administer(self, admin: Admin, request: web.Request) -> web.Response:
-        """Load weights for the administrator, whose token is none of a session.
-
-        Returns:
-            What `Admin.load` returns.
-        """
+        """Load weights for the administrator, whose token is none of a session."""
         admin.check(token_of(request.headers))
         with self._listener.busy(request.transport):
             return web.json_response(await admin.load(await read_body(request, MAX_BODY_BYTES)))
@@ -188,11 +184,7 @@ class _Server:
         return web.json_response({"status": "failed" if is_dead else "ok"}, status=503 if is_dead else 200)
 
     def _served(self, request: web.Request) -> _Served:
-        """Return the session of a request's token.
-
-        Raises:
-            ApiError: the token is of no session.
-        """
+        """Return the session of a request's token."""
         # looked up by its digest, so that the time it takes tells nothing of other tokens
         served = self.sessions.get(digest(token_of(request.headers)))
         if served is None:
@@ -201,11 +193,7 @@ class _Server:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return errors in the form that the route's clients read. Requests for other names are refused.
-
-        Raises:
-            ConnectionError: the client has left, and its turn counts as aborted.
-        """
+        """Return errors in the form that the route's clients read. Requests for other names are refused."""
         try:
             self._names.check(request.headers)
             if request.path not in ("/health", ROUTE):
@@ -223,11 +211,7 @@ class _Server:
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        ApiError: it is longer than `max_bytes` (before reading, if the length is announced), unreadable or late.
-    """
+    """Return the body of a request."""
     if (request.content_length or 0) > max_bytes:
         raise too_large(max_bytes)
     try:
@@ -242,21 +226,7 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
 
 
 async def _send(request: web.Request, reply: Reply, connection: Connection, is_last: bool) -> web.StreamResponse:
-    """Send a reply. The reply is read to its end only after all of it was flushed to a connected client.
-
-    Args:
-        request: the request.
-        reply: the answer.
-        connection: the client's connection.
-        is_last: close the connection afterwards.
-
-    Returns:
-        The response.
-
-    Raises:
-        ConnectionResetError: the client has left.
-        ApiError: the request is refused before anything was sent.
-    """
+    """Send a reply. The reply is read to its end only after all of it was flushed to a connected client."""
     response = web.StreamResponse(headers={"Content-Type": reply.content_type, "Cache-Control": "no-cache"})
     if is_last:
         response.force_close()

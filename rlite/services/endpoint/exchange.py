@@ -168,11 +168,7 @@ class Reply:
         return "text/event-stream" if self.is_stream else "application/json"
 
     async def encoded(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body of the response: one JSON object, or server-sent events. The reply is closed at the end.
-
-        Raises:
-            ApiError: the reply fails before its first message. A later failure of a stream is an event.
-        """
+        """Yield the body of the response: one JSON object, or server-sent events. The reply is closed at the end."""
         is_begun = False
         async with contextlib.aclosing(self.messages):
             try:
@@ -203,13 +199,7 @@ def log_failure(what: str, error: BaseException) -> None:
 
 
 def assistant_message(content: str, calls: Sequence[ToolCall], numbers: Iterator[int]) -> Message:
-    """Return the assistant's message. Later requests are compared with it.
-
-    Args:
-        content: the text outside of calls.
-        calls: the calls of tools.
-        numbers: gives each call its id.
-    """
+    """Return the assistant's message. Later requests are compared with it."""
     message = {"role": "assistant", "content": content}
     return {**message, "tool_calls": numbered(calls, numbers)} if calls else message
 

@@ -52,11 +52,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Hold a place inside the block; wait for it if that is allowed.
-
-        Raises:
-            ApiError: too many requests run and wait.
-        """
+        """Hold a place inside the block; wait for it if that is allowed."""
         if self._num_inside >= self._limits.running + self._limits.waiting:
             raise ApiError(
                 f"{self._num_inside} requests run and wait; try again later", 429, code="rate_limit_exceeded"
@@ -92,9 +88,6 @@ class Names:
         """Check the headers with which browsers tell whose page asks, and which name it has asked.
 
         Beyond loopback, any literal address is a name of this machine: a page can rebind only names.
-
-        Raises:
-            ApiError: the request is for another name, or of a page of another origin.
         """
         asked = headers.get("Host", "")
         if not self._is_own(_without_port(asked)):
@@ -131,15 +124,7 @@ def token_of(headers: Mapping[str, str]) -> str:
 
 
 def find_token(file: Path, environment: Mapping[str, str]) -> str:
-    """Return the token of a server: that of the environment, else that of a file, which is made if there is none.
-
-    Args:
-        file: the file, which its owner alone may read.
-        environment: variables of the process.
-
-    Raises:
-        ConfigError: the token is too short, or others can read the file.
-    """
+    """Return the token of a server: that of the environment, else that of a file, which is made if there is none."""
     if (token := environment.get(TOKEN_VARIABLE)) is not None:
         return _checked(token.strip(), TOKEN_VARIABLE)
     with contextlib.suppress(FileExistsError):
@@ -148,16 +133,7 @@ def find_token(file: Path, environment: Mapping[str, str]) -> str:
 
 
 def find_admin_token(file: str | None, environment: Mapping[str, str], token: str) -> str | None:
-    """Return the administrator's token, of the environment or else of a file; None if there is neither.
-
-    Args:
-        file: the file, which its owner alone may read.
-        environment: variables of the process.
-        token: the token of all other requests.
-
-    Raises:
-        ConfigError: the administrator's token is too short or equal to the other, or others can read the file.
-    """
+    """Return the administrator's token, of the environment or else of a file; None if there is neither."""
     found = find_secret(ADMIN_VARIABLE, file, "admin_token_file", environment)
     where = ADMIN_VARIABLE if ADMIN_VARIABLE in environment else f"admin_token_file={file}"
     if found is not None and _checked(found, where) == token:
@@ -166,16 +142,7 @@ def find_admin_token(file: str | None, environment: Mapping[str, str], token: st
 
 
 def make_token(file: Path, prefix: str = "") -> None:
-    """Write a new token to a file that only its owner may read.
-
-    Args:
-        file: the file, which does not exist.
-        prefix: beginning of the token.
-
-    Raises:
-        FileExistsError: the file exists.
-        ConfigError: it cannot be written.
-    """
+    """Write a new token to a file that only its owner may read."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -57,15 +57,8 @@ class ChatPrompts:
     def chat(self, messages: Sequence[Message], tools: Any, turns: Sequence[Turn]) -> Prompt:
         """Return the prompt for the answer to a conversation.
 
-        Args:
-            messages: the conversation.
-            tools: JSON schemas, or None.
-            turns: the recorded turns. The prompt continues the longest one that the conversation begins with.
-
-        Raises:
-            TemplateRefusal: the chat template does not render the conversation.
-            DataError: the chat template leaves out a tool or a part of a message, or the text is not valid Unicode.
-            TooManyTokens: the text is far longer than the limit.
+        `tools`: JSON schemas, or None. `turns`: the recorded turns. The prompt continues the longest one that the
+        conversation begins with.
         """
         text = self._template.render(messages, tools=tools, add_generation_prompt=True)
         _check_text(text, "messages")
@@ -138,15 +131,7 @@ SLICE_TOKENS = 1 << 14
 
 
 def check_scores(request: ModelRequest, can_score: bool) -> None:
-    """Check that the engine computes the log-probabilities that a request wants.
-
-    Args:
-        request: the request.
-        can_score: the engine computes log-probabilities of prompts.
-
-    Raises:
-        ApiError: the engine lacks them; or the most likely tokens would have another temperature than the answer.
-    """
+    """Check that the engine computes the log-probabilities that a request wants."""
     if request.needs_scores and not can_score:
         message = "logprobs: this engine has no log-probabilities of prompts, nor the most likely tokens"
         raise ApiError(message, param="logprobs", code=UNSUPPORTED)
@@ -159,13 +144,7 @@ def check_scores(request: ModelRequest, can_score: bool) -> None:
 def check_num_scored(request: ModelRequest, lengths: Sequence[int], limit: int | None) -> None:
     """Check that a request does not want more scores than one request may.
 
-    Args:
-        request: the request.
-        lengths: tokens of each prompt.
-        limit: tokens of the model's context, None if unknown.
-
-    Raises:
-        ApiError: the request wants more scores; or a prompt that is scored alone fills the context.
+    `limit`: tokens of the model's context, None if unknown.
     """
     if not request.needs_scores:
         return

@@ -193,11 +193,7 @@ class RecordingOwner:
 
 
 def path(turn: Turn) -> list[Turn]:
-    """Return a turn with all turns that it continues, the first turn first.
-
-    Raises:
-        DataError: a turn does not begin with the tokens of its parent.
-    """
+    """Return a turn with all turns that it continues, the first turn first."""
     line = [turn]
     while line[-1].parent is not None:
         line.append(line[-1].parent)
@@ -208,11 +204,7 @@ def path(turn: Turn) -> list[Turn]:
 
 
 def check_style(style: str) -> None:
-    """Check that a name is a `Style`.
-
-    Raises:
-        ConfigError: the name is another.
-    """
+    """Check that a name is a `Style`."""
     if style not in get_args(Style):
         raise ConfigError(f"style={style!r}: expected {' or '.join(map(repr, get_args(Style)))}")
 
@@ -220,22 +212,12 @@ def check_style(style: str) -> None:
 def export(recording: Recording, style: Style = "concat", include_aborted: bool = False) -> TensorDict:
     """Return the trajectory of a session, with the keys of `trajectory()` in `rlite.rollout.workflow`.
 
-    Args:
-        recording: the turns of the session.
-        style: "individual" makes a row for each turn, its prompt and its output. `rewards` [k] is the worth of the
-            turn, and every turn is a member of the group by itself. "concat" makes a row for each line of conversation
-            from its beginning to its end. The output of each turn is trained on once: if lines share a beginning, in
-            the first of them. All rows are one member of the group. `rewards` [k] is the worth of the session,
-            `token_rewards` [k, L] has the share of each turn on its last token, `sequence_index` [k] counts the rows,
-            and `num_turns` [k] the turns.
-        include_aborted: also export turns that were aborted.
-
-    Returns:
-        A TensorDict of batch size [k].
-
-    Raises:
-        RolloutError: there is nothing to export.
-        ConfigError: the style is unknown.
+    `style`: "individual" makes a row for each turn, its prompt and its output. `rewards` [k] is the worth of the turn,
+    and every turn is a member of the group by itself. "concat" makes a row for each line of conversation from its
+    beginning to its end. The output of each turn is trained on once: if lines share a beginning, in the first of them.
+    All rows are one member of the group. `rewards` [k] is the worth of the session, `token_rewards` [k, L] has the
+    share of each turn on its last token, `sequence_index` [k] counts the rows, and `num_turns` [k] the turns. Returns a
+    TensorDict of batch size [k].
     """
     check_style(style)
     turns = [turn for turn in recording.turns if turn.output_ids and (include_aborted or not turn.is_aborted)]

@@ -87,11 +87,7 @@ class ModelRequest:
 
 
 def parse_json(body: bytes) -> Any:
-    """Return the JSON value of a body.
-
-    Raises:
-        ApiError: the body is not JSON. The message says where.
-    """
+    """Return the JSON value of a body."""
     try:
         return from_json(body.decode(), allow_inf_nan=False)
     except UnicodeDecodeError as error:
@@ -101,23 +97,11 @@ def parse_json(body: bytes) -> Any:
 
 
 def invalid(param: str, value: Any, expected: str) -> ApiError:
-    """Return the error for a parameter whose value is wrong.
-
-    Args:
-        param: the path of the parameter.
-        value: what the request has.
-        expected: what it may have, in words.
-    """
+    """Return the error for a parameter whose value is wrong."""
     return ApiError(f"{param} is {shortened(value)}; expected {expected}", param=param, code="invalid_value")
 
 
 def unsupported(param: str, value: Any, supported: str) -> ApiError:
-    """Return the error for a parameter that cannot be honoured at its value.
-
-    Args:
-        param: the path of the parameter.
-        value: what the request has.
-        supported: what it may have, in words.
-    """
+    """Return the error for a parameter that cannot be honoured at its value."""
     message = f"{param} is {shortened(value)}, which is not supported; supported: {supported}"
     return ApiError(message, param=param, code=UNSUPPORTED)

@@ -200,11 +200,7 @@ class AgentSession(RecordingOwner):
         return Reply(dialect, exchange, self._messages(dialect, exchange))
 
     def _check_format(self, request: ModelRequest) -> None:
-        """Determine the format of tool calls before the first call is requested.
-
-        Raises:
-            ApiError: the format is unknown; the failure is the run's.
-        """
+        """Determine the format of tool calls before the first call is requested."""
         try:
             if request.may_call and self._tool_format is None:
                 self._tool_format = self._find_format()
@@ -234,11 +230,7 @@ class AgentSession(RecordingOwner):
     async def _events(self, exchange: Exchange) -> AsyncGenerator[Delta | Choice, None]:
         """Generate all choices.
 
-        Yields:
-            Deltas and choices, as they arrive.
-
-        Raises:
-            ApiError: the session has ended.
+        Yields deltas and choices, as they arrive.
         """
         gconfigs = [self._fitting(exchange.request, len(prompt.token_ids)) for prompt in exchange.prompts]
         num_choices = exchange.request.num_choices
@@ -272,11 +264,7 @@ class AgentSession(RecordingOwner):
             self._tasks.difference_update(tasks)
 
     async def _scores(self, exchange: Exchange, choices: Sequence[Choice]) -> list[PromptLogprobs] | None:
-        """Return log-probabilities of the prompt and the answer of each choice, None if the request needs none.
-
-        Raises:
-            ApiError: the engine cannot compute them, or the session has ended.
-        """
+        """Return log-probabilities of the prompt and the answer of each choice, None if the request needs none."""
         if not exchange.request.needs_scores:
             return None
         room = None if self._limit is None else self._limit - 1  # a full context is scored but for its last token
@@ -295,14 +283,7 @@ class AgentSession(RecordingOwner):
     ) -> Choice:
         """Return one choice, generated from its first token to its last.
 
-        Args:
-            index: number of the choice.
-            exchange: the request; gets the choice's turn.
-            gconfig: sampling parameters.
-            say: called with each delta of a stream.
-
-        Raises:
-            ApiError: the engine aborted the answer.
+        `exchange`: the request; gets the choice's turn.
         """
         request, prompt = exchange.request, exchange.prompt(index)
         if not request.is_generating:  # no turn of the model, and not recorded
@@ -351,11 +332,7 @@ class AgentSession(RecordingOwner):
         return Choice(index, turn, content, rest)
 
     def _fitting(self, request: ModelRequest, num_prompt: int) -> GenerationHyperparameters:
-        """Return the sampling parameters with the limit of tokens applied.
-
-        Raises:
-            ApiError: there is no room for an answer.
-        """
+        """Return the sampling parameters with the limit of tokens applied."""
         gconfig = request.gconfig
         if self._max_length is None or not request.is_generating:
             return gconfig

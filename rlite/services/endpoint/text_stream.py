@@ -79,9 +79,7 @@ class TextStream:
     def feed(self, tokens: Sequence[int], reason: StopReason | None = None) -> str:
         """Return the text that is settled by further tokens.
 
-        Args:
-            tokens: the next tokens.
-            reason: why the output ends with these tokens; None if it does not.
+        `reason`: why the output ends with these tokens; None if it does not.
         """
         self._tokens += tokens
         end = end_of(self._tokens, reason or "stop", self.end_ids)  # without a reason, the last token may be the end

@@ -45,16 +45,7 @@ class OpenEnvSession:
         self._socket, self._timeout, self.name = socket, timeout, name
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server's answer: `observation`, `reward` and `done`.
-
-        Args:
-            kind: "reset" or "step".
-            data: parameters of the reset, or the action.
-
-        Raises:
-            EnvironmentRaised: the server reports an error, or has left. A late answer is an EnvironmentTimeout.
-            EnvironmentInvalid: the answer has another form.
-        """
+        """Return the server's answer: `observation`, `reward` and `done`."""
         async with limited(self.name, self._timeout, ENVIRONMENT_ERRORS):
             await self._socket.send_json({"type": kind, "data": dict(data)})
             answer = await self._socket.receive_json()

@@ -44,14 +44,7 @@ class OrsSession:
     async def ask(self, method: str, path: str, body: Any = None, missing: Any = None) -> Any:
         """Return the JSON of an answer, which may come as server-sent events.
 
-        Args:
-            method: of the request.
-            path: of the route.
-            body: a JSON value.
-            missing: returned if the server has no such route; None: that is an error.
-
-        Raises:
-            EnvironmentRaised: the server reports an error, or has left. A late answer is an EnvironmentTimeout.
+        `missing`: returned if the server has no such route; None: that is an error.
         """
         async with limited(self.name, self._timeout, ENVIRONMENT_ERRORS):
             while True:
@@ -71,12 +64,7 @@ class OrsSession:
         return self._of_events(text, path)
 
     def _of_events(self, text: str, path: str) -> Any:
-        """Return the JSON of a stream of events: the id of the task, parts of the result, and its end.
-
-        Raises:
-            EnvironmentRaised: an event is an error.
-            EnvironmentInvalid: the parts are no JSON.
-        """
+        """Return the JSON of a stream of events: the id of the task, parts of the result, and its end."""
         parts, event = [], ""
         for line in text.splitlines():
             name, _, value = line.partition(": ")
@@ -223,11 +211,7 @@ class OrsEnvironment:
 
 
 def _text(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """Return the texts of blocks.
-
-    Raises:
-        EnvironmentInvalid: a block is an image, which a text model cannot read.
-    """
+    """Return the texts of blocks."""
     if any(block.get("type") == "image" for block in blocks):
         raise EnvironmentInvalid("the environment shows an image, and the model reads texts alone")
     return "\n".join(block["text"] for block in blocks if block.get("type") == "text")

@@ -34,11 +34,7 @@ OLDEST, REMEDY = (0, 4), "pip install 'rlite[verifiers]'"
 
 
 def check_version() -> None:
-    """Check that a version of verifiers is installed whose contract is `verifiers.v1`.
-
-    Raises:
-        ConfigError: verifiers is missing, or older.
-    """
+    """Check that a version of verifiers is installed whose contract is `verifiers.v1`."""
     try:
         found = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError as error:
@@ -217,15 +213,7 @@ class VerifiersWorkflow(RolloutWorkflow):
 
 
 def trajectory_of(session: AgentSession, traces: Sequence[Trace]) -> TensorDict:
-    """Return the recorded turns of an episode's trainable traces as a trajectory.
-
-    Args:
-        session: has recorded the turns.
-        traces: say which turns count, and what they are worth.
-
-    Raises:
-        RolloutError: there is no turn to train on.
-    """
+    """Return the recorded turns of an episode's trainable traces as a trajectory."""
     recording, left = session.recording, list(session.recording.completed())
     kept: set[Turn] = set()
     for trace in (trace for trace in traces if trace.is_trainable):

@@ -81,17 +81,8 @@ class LoadedEnvironment:
     ) -> Any:
         """Play one episode.
 
-        Args:
-            index: place of the task.
-            model: name of the model.
-            base_url: address of the engine.
-            key: token of the episode.
-            sampling: sampling parameters.
-            renderer: as of `VerifiersFunction`.
-
-        Returns:
-            The errors of the episode, and for each trace its reward, its rewards by name, its errors, whether it is
-            trained on, and the tokens of its branches.
+        `index`: place of the task. Returns the errors of the episode, and for each trace its reward, its rewards by
+        name, its errors, whether it is trained on, and the tokens of its branches.
         """
         vf, os.environ[KEY] = importlib.import_module("verifiers.v1"), key
         client = _client({**renderer, "base_url": base_url})

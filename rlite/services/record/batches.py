@@ -50,16 +50,7 @@ class RecordedBatch(NamedTuple):
 
 
 def read_batch(reader: RecordReader, step: int) -> RecordedBatch:
-    """Return the batch that a recorded step was trained on.
-
-    Args:
-        reader: reader of the run's record.
-        step: the step.
-
-    Raises:
-        DataError: the record does not hold the whole batch; the message says why, and which option would have kept it.
-        DamagedBatch: it holds a batch that cannot be the run's.
-    """
+    """Return the batch that a recorded step was trained on."""
     where = f"{reader.folder}: step {step}"
     if TRAIN not in reader.sources:
         raise DataError(f"{where}: the run kept no record of its rollouts (trainer.record=none). {RECORD_ALL}")
@@ -83,11 +74,7 @@ def read_batch(reader: RecordReader, step: int) -> RecordedBatch:
 
 
 def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:
-    """Return the batch of recorded rows, each with the columns of `WRITTEN_TOKENS`, in the order of the batch.
-
-    Raises:
-        DataError: a value is not what its type and shape say, or the padded rows do not fit into memory.
-    """
+    """Return the batch of recorded rows, each with the columns of `WRITTEN_TOKENS`, in the order of the batch."""
     for row, name in product(rows, GIVEN.values()):
         if row[name] is None or None in row[name] or len(row[name]) != len(row["ids"]):
             told = f"group {row['group']}, sample {row['sample']}, sequence {row['sequence']}"
@@ -118,13 +105,7 @@ def rebuilt(rows: Sequence[Mapping[str, Any]]) -> RecordedBatch:
 def check_values(batch: TensorDict, vocabulary: int | None, where: str) -> None:
     """Check that the values of a batch are what the table of keys says, as far as a workflow or the data made them.
 
-    Args:
-        batch: the batch.
-        vocabulary: size of the model's vocabulary; None if it is not known.
-        where: folder and step, for the message.
-
-    Raises:
-        DamagedBatch: a value is not; the message has its place.
+    `vocabulary`: size of the model's vocabulary; None if it is not known.
     """
     for key, value in ((str(key), value) for key, value in batch.items() if isinstance(value, Tensor)):
         known = KEYS.get(key)
@@ -145,12 +126,7 @@ def check_values(batch: TensorDict, vocabulary: int | None, where: str) -> None:
 def read_value(key: str, stored: Mapping[str, Any] | None) -> Tensor:
     """Return a stored value.
 
-    Args:
-        key: its key.
-        stored: a value of OTHERS; None if a row lacks it.
-
-    Raises:
-        DataError: its bytes are not what its type and shape say.
+    `stored`: a value of OTHERS; None if a row lacks it.
     """
     dtype = None if stored is None else DTYPES.get(stored["dtype"])
     if stored is None or dtype is None or len(stored["data"]) != dtype.itemsize * int(np.prod(stored["shape"])):

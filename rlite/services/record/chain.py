@@ -72,9 +72,7 @@ def hash_file(path: Path, first: int | None = None) -> str | None:
 
     A file of more than WHOLE bytes has "SIZE:" and the hash of its first and last WHOLE / 2 bytes.
 
-    Args:
-        path: the file.
-        first: number of bytes from the beginning that are hashed, all of them; None for the file.
+    `first`: number of bytes from the beginning that are hashed, all of them; None for the file.
     """
     digest = hashlib.sha256()
     try:
@@ -125,11 +123,7 @@ class Folded:
         return self.last.get("kind") == END
 
     def add(self, link: Mapping[str, Any]) -> None:
-        """Take a link.
-
-        Raises:
-            ValueError: it is none of a run. Links of another form may raise other errors.
-        """
+        """Take a link."""
         changes, step = {part: dict(link.get(part) or {}) for part in PARTS}, link.get("step", 0)
         if type(step) is not int or any("\0" in name for own in changes.values() for name in own):
             raise ValueError(f"step {step!r}, or a name that no file has")
@@ -147,12 +141,7 @@ class Folded:
             yield from ((part, PARTS[part].path(name), value) for name, value in own.items())
 
     def fault_of_metrics(self, folder: Path, step: float = math.inf) -> str:
-        """Return why metrics.jsonl is not what the run has written; "" if it is.
-
-        Args:
-            folder: the run's folder.
-            step: last step whose lines are compared.
-        """
+        """Return why metrics.jsonl is not what the run has written; "" if it is."""
         if not (known := [own for after, own in self.metrics if after <= step]):
             return ""
         count = known[-1].get("bytes")
@@ -236,21 +225,14 @@ class ChainWriter:
     def begin(self, step: int, checkpoint: str | None, facts: Mapping[str, Any]) -> None:
         """Append the link of a start, or of a resume.
 
-        Args:
-            step: finished steps.
-            checkpoint: the checkpoint to which a resumed run returns; None for a new run.
-            facts: further facts of the link.
+        `checkpoint`: the checkpoint to which a resumed run returns; None for a new run.
         """
         self._drop_torn_line()
         kind = {"kind": "start"} if checkpoint is None else {"kind": "resume", "from": checkpoint}
         self.append({**kind, "step": step, **facts} | ({"changed": self.changed} if self.changed else {}))
 
     def append(self, facts: Mapping[str, Any]) -> None:
-        """Append a link with what is new since the last one.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Append a link with what is new since the last one."""
         link = {**facts, "metrics": self._hashed_metrics()}
         for name, part in PARTS.items():
             known = self._known.entries[name]

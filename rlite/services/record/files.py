@@ -169,15 +169,7 @@ def record_files(folder: Path) -> list[RecordFile]:
 
 
 def path_of(folder: Path, source: str, kind: str, first: int, last: int) -> Path:
-    """Return the path of the file of some steps.
-
-    Args:
-        folder: the run's folder.
-        source: `train`, or `eval.NAME`.
-        kind: rows or tokens.
-        first: first step.
-        last: last step.
-    """
+    """Return the path of the file of some steps."""
     steps = f"{first:08d}" if first == last else f"{first:08d}_{last:08d}"
     return folder / FOLDER / f"{source}-{steps}.{kind}.parquet"
 

@@ -103,8 +103,7 @@ class RecordReader:
     def refresh(self) -> bool:
         """Look for new, replaced and deleted files.
 
-        Returns:
-            True if there are any since the last call.
+        Returns True if there are any since the last call.
         """
         self._look()
         has_news, self._has_news = self._has_news, False
@@ -155,10 +154,7 @@ class RecordReader:
     def segments(self, source: str, steps: Steps = None, newest_first: bool = False) -> Iterator[pa.Table]:
         """Yield tables of step, group, sample and segments, one for each row group that may have the steps.
 
-        Args:
-            source: `train`, or `eval.NAME`.
-            steps: steps to read; None for all.
-            newest_first: True for the order from the last step to the first.
+        `steps`: steps to read; None for all. `newest_first`: True for the order from the last step to the first.
         """
         yield from self._chosen(source, SEGMENTS, steps, newest_first=newest_first)
 
@@ -169,20 +165,14 @@ class RecordReader:
     def rollouts(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return rollouts of a step with all their columns.
 
-        Args:
-            source: `train`, or `eval.NAME`.
-            step: the step.
-            place: group and sample of the rollout to return; None for all.
+        `place`: group and sample of the rollout to return; None for all.
         """
         return _rows(self._chosen(source, ROWS, [step], place))
 
     def tokens(self, source: str, step: int, place: Place | None = None) -> list[dict[str, Any]]:
         """Return the recorded sequences of a step, in the order of their numbers.
 
-        Args:
-            source: `train`, or `eval.NAME`.
-            step: the step.
-            place: group and sample of the rollout whose sequences to return; None for all.
+        `place`: group and sample of the rollout whose sequences to return; None for all.
         """
         return sorted(_rows(self._chosen(source, TOKENS, [step], place)), key=lambda sequence: sequence["sequence"])
 
@@ -248,11 +238,7 @@ class RecordReader:
                 return
 
     def _read_file(self, part: Part) -> Iterator[pa.Table]:
-        """Yield the tables of `_read`, from a part on.
-
-        Raises:
-            FileNotFoundError: the file was merged, or deleted.
-        """
+        """Yield the tables of `_read`, from a part on."""
         try:
             place: int | None = 0
             while place is not None:
@@ -264,12 +250,7 @@ class RecordReader:
 
 
 def read_file_part(part: Part) -> Rows:
-    """Return the next rows of a file.
-
-    Raises:
-        FileNotFoundError: the file is not there.
-        DataError: the file cannot be read, with the reason.
-    """
+    """Return the next rows of a file."""
     tables, size, end = [part.schema.empty_table()], 0, part.start
     try:
         footer = _footer(part.path)
@@ -293,11 +274,7 @@ def read_file_part(part: Part) -> Rows:
 
 
 def _batches(path: Path, footer: ParquetFileFragment, group: int, schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield the rows of one row group, a few at a time: they may take far more memory than the footer says.
-
-    Raises:
-        DataError: they take too much by the footer, or one of them has no place or status.
-    """
+    """Yield the rows of one row group, a few at a time: they may take far more memory than the footer says."""
     wanted = [name for name in schema.names if name in footer.physical_schema.names]
     about = footer.metadata.row_group(group)
     chunks = map(about.column, range(about.num_columns))
@@ -325,11 +302,7 @@ def _rows(tables: Iterable[pa.Table]) -> list[dict[str, Any]]:
 
 
 def _footer(path: Path) -> ParquetFileFragment:
-    """Return the schema, the row groups and the statistics of a file; those of the files read last are kept.
-
-    Raises:
-        FileNotFoundError: the file is not there.
-    """
+    """Return the schema, the row groups and the statistics of a file; those of the files read last are kept."""
     if (stamp := files.stamp(path)) is None:
         raise FileNotFoundError(path)
     return _footer_of(path, stamp)
@@ -343,11 +316,7 @@ def _footer_of(path: Path, stamp: Stamp) -> ParquetFileFragment:
 
 
 def _check_version(schema: pa.Schema) -> None:
-    """Check that a file is of a record, and of the version that this library reads.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Check that a file is of a record, and of the version that this library reads."""
     if (version := (schema.metadata or {}).get(VERSION_KEY)) is None:
         raise DataError("no table of a record: it has no version")
     if (written := version.decode(errors="replace")) != str(VERSION):
@@ -401,12 +370,7 @@ SECONDS = 60.0
 
 
 def read_part_aside(part: Part) -> Rows:
-    """Return what `read_file_part` returns, from another process.
-
-    Raises:
-        FileNotFoundError: the file is not there.
-        DataError: the file cannot be read, or its reader was killed, with the reason.
-    """
+    """Return what `read_file_part` returns, from another process."""
     part = part._replace(path=part.path.absolute())  # the other process may have begun in another folder
     call = Call(_CODE, cloudpickle.dumps({"part": part}), SECONDS, MEMORY)
     try:

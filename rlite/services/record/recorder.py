@@ -138,12 +138,6 @@ class TrainedBatch:
 
         A column that is NaN for every token is left out: no update has made it. `row` and `others` are those of
         WRITTEN_TOKENS.
-
-        Args:
-            group: number of the group.
-            sample: number in the group.
-            sequence: number in the trajectory.
-            length: tokens of the sequence.
         """
         if (rows := self._rows.get((group, sample))) is None:
             return {}
@@ -236,13 +230,7 @@ def make_tables(
 
     An episode without a trajectory has the tokens of its last attempt.
 
-    Args:
-        step: step of the run.
-        groups: the ended groups; none has the status None.
-        texts: decodes the sequences.
-        shown: places in `groups` of the groups whose texts and tokens are recorded.
-        batch: the batch that was trained on.
-        warn: called with each trajectory that cannot be read.
+    `groups`: the ended groups; none has the status None.
     """
     trained = None if batch is None else TrainedBatch(batch)
     rows: list[dict[str, Any]] = []
@@ -273,11 +261,7 @@ def make_tables(
 def _read(
     key: Mapping[str, int], episode: Episode, is_shown: bool, texts: TokenTexts, trained: TrainedBatch | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown.
-
-    Raises:
-        OverflowError: A column cannot hold its number.
-    """
+    """Return an episode's columns of ROWS, and its rows of TOKENS if it is shown."""
     made = Arrays(episode)
     if not made.sequences:
         return {}, []
@@ -431,10 +415,7 @@ class FileRecorder(RecordWriter):
     def record(self, step: int, groups: Sequence[Ended], batch: TensorDict | None = None) -> None:
         """Record the end of groups in a step of training.
 
-        Args:
-            step: step of the run.
-            groups: none has the status None.
-            batch: the batch that was trained on.
+        `groups`: none has the status None.
         """
         ordered = sorted(groups, key=lambda group: group.group)
         shown = range(len(ordered)) if self._is_whole else sampled(step, ordered)
@@ -442,13 +423,7 @@ class FileRecorder(RecordWriter):
             self.write(TRAIN, step, lambda: make_tables(step, ordered, self._texts, shown, batch, self._warn))
 
     def record_evaluation(self, name: str, step: int, episodes: Sequence[Ended]) -> None:
-        """Record an evaluation.
-
-        Args:
-            name: name of the data set.
-            step: finished steps of the run.
-            episodes: what `RolloutCollector.evaluate` returned.
-        """
+        """Record an evaluation."""
         limit = math.inf if self._is_whole else NUM_PROMPTS
         shown = {place for place, episode in enumerate(episodes) if episode.group < limit}
         self.write(f"eval.{name}", step, lambda: make_tables(step, episodes, self._texts, shown, None, self._warn))
@@ -479,10 +454,6 @@ def sampled(step: int, groups: Sequence[Ended]) -> set[int]:
 def make_recorder(folder: Path, tokenizer: Any, amount: Amount, limit: int) -> Recorder:
     """Return the recorder of a run.
 
-    Args:
-        folder: the run's folder.
-        tokenizer: the model's tokenizer.
-        amount: what is recorded.
-        limit: bytes on disk.
+    `limit`: bytes on disk.
     """
     return NoRecorder() if amount == "none" else FileRecorder(folder, tokenizer, amount == "all", limit)

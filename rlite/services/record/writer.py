@@ -36,21 +36,7 @@ Kind = Literal["rows", "tokens"]
 
 
 def write_table(folder: Path, source: str, step: int, kind: Kind, table: pa.Table) -> Path:
-    """Write one table of a step; an older table of the same step is replaced.
-
-    Args:
-        folder: the run's folder.
-        source: `train`, or `eval.NAME`.
-        step: step of the run.
-        kind: which table.
-        table: table of the schema `ROWS` or `TOKENS`.
-
-    Returns:
-        The file.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write one table of a step; an older table of the same step is replaced."""
     path = path_of(folder, source, kind, step, step)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,11 +62,7 @@ def size_of(path: Path) -> int:
 
 
 def write_gaps(folder: Path, gaps: Sequence[Gap]) -> None:
-    """Replace the gaps of the record in a run's folder.
-
-    Raises:
-        StorageError: the file cannot be written or deleted.
-    """
+    """Replace the gaps of the record in a run's folder."""
     path = folder / FOLDER / GAPS
     with writing(path):
         if gaps:
@@ -91,11 +73,7 @@ def write_gaps(folder: Path, gaps: Sequence[Gap]) -> None:
 
 
 def resume_gaps(folder: Path, step: int) -> None:
-    """End the gaps at the step from which a run is resumed. Later steps are recorded anew.
-
-    Raises:
-        StorageError: the file cannot be written or deleted.
-    """
+    """End the gaps at the step from which a run is resumed. Later steps are recorded anew."""
     if gaps := read_gaps(folder):
         kept = [gap for gap in gaps if gap.first <= step]
         write_gaps(folder, [replace(gap, last=step if gap.last is None else min(gap.last, step)) for gap in kept])
@@ -113,15 +91,9 @@ TEXTS = ("segments", "data")
 def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda num_bytes: True) -> None:
     """Merge the files of each full hundred of steps, from step 1 on, into one file for each source and kind.
 
-    Args:
-        folder: the run's folder.
-        before: step after the last step that may be merged. It may still be recorded: the evaluation after a step
-            comes later than the step's own rows.
-        has_room: whether the disk may take so many more bytes. While files are merged they are there twice; files for
-            which there is no room stay as they are.
-
-    Raises:
-        StorageError: a file cannot be written.
+    `before`: step after the last step that may be merged. It may still be recorded: the evaluation after a step comes
+    later than the step's own rows. `has_room`: whether the disk may take so many more bytes. While files are merged
+    they are there twice; files for which there is no room stay as they are.
     """
 
     def hundred_of(file: RecordFile) -> tuple[str, str, int]:
@@ -139,12 +111,7 @@ def compact(folder: Path, before: int, has_room: Callable[[int], bool] = lambda 
 def drop_later(folder: Path, step: int) -> None:
     """Remove the rows of later steps, and what a killed run has left behind.
 
-    Args:
-        folder: the run's folder.
-        step: last step that stays; -1 removes all steps.
-
-    Raises:
-        StorageError: a file cannot be written or deleted.
+    `step`: last step that stays; -1 removes all steps.
     """
     delete((folder / FOLDER).glob(".*.partial"))
     resume_gaps(folder, step)
@@ -163,14 +130,7 @@ def drop_later(folder: Path, step: int) -> None:
 def strip(file: RecordFile) -> bool:
     """Remove the texts and tokens of a file.
 
-    Args:
-        file: a file of tokens is deleted, and a file of rows loses its texts.
-
-    Returns:
-        False if the file has no texts, or cannot be read.
-
-    Raises:
-        StorageError: a file cannot be written or deleted.
+    Returns False if the file has no texts, or cannot be read.
     """
     if file.kind == "tokens":
         return delete([file.path])
@@ -180,11 +140,7 @@ def strip(file: RecordFile) -> bool:
 def delete(paths: Iterable[Path]) -> bool:
     """Delete files.
 
-    Returns:
-        True.
-
-    Raises:
-        StorageError: a file cannot be deleted.
+    Returns True.
     """
     for path in paths:
         with writing(path):
@@ -213,11 +169,7 @@ def _rewrite(
 ) -> bool:
     """Write the changed rows of files into one file. Neighbouring row groups are joined up to `PART_BYTES`.
 
-    Returns:
-        False if a source cannot be read. The sources stay as they are, and one warning names the unreadable source.
-
-    Raises:
-        StorageError: the target cannot be written.
+    Returns False if a source cannot be read. The sources stay as they are, and one warning names the unreadable source.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     with writing(target):
@@ -269,14 +221,7 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 @contextmanager
 def _reading(source: Path) -> Iterator[None]:
-    """Convert the errors that pyarrow raises for a damaged file.
-
-    Yields:
-        None.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Convert the errors that pyarrow raises for a damaged file."""
     try:
         yield
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -317,19 +262,12 @@ class RecordWriter:
     def write(self, source: str, step: int, make: Callable[[], Tables]) -> None:
         """Write the tables of a step. An older table of the same step is replaced, or deleted if the new one is empty.
 
-        Args:
-            source: `train`, or `eval.NAME`.
-            step: step of the run.
-            make: returns the tables; called in the background.
+        `make`: returns the tables; called in the background.
         """
         self._submit(step, lambda: self._write(source, step, make()))
 
     def compact(self, before: int) -> None:
-        """Merge the files of full hundreds of steps, as `compact` does, in the background.
-
-        Args:
-            before: step after the last step that may be merged.
-        """
+        """Merge the files of full hundreds of steps, as `compact` does, in the background."""
         self._submit(before, lambda: self._compact(before))
 
     def flush(self) -> None:

@@ -335,13 +335,7 @@ class Decision(NamedTuple):
 def decide(state: JobState, event: Event, policy: FailoverPolicy) -> Decision:
     """Decide about one event.
 
-    Args:
-        state: the job before the event.
-        event: what happened.
-        policy: the job's policy.
-
-    Returns:
-        The state after the event, the actions, and the decision in words.
+    Returns the state after the event, the actions, and the decision in words.
     """
     if state.has_ended:
         return Decision(state, (), "the job has ended")
@@ -527,8 +521,7 @@ def _end(state: JobState, stage: Stage, error: str) -> Decision:
 def _blame(state: JobState, event: WorkloadsFailed, policy: FailoverPolicy) -> tuple[JobState, bool]:
     """Count the fault against its node.
 
-    Returns:
-        The state, and True if the node is left out from now on.
+    Returns the state, and True if the node is left out from now on.
     """
     if not event.node:
         return state, False
@@ -542,8 +535,7 @@ def _blame(state: JobState, event: WorkloadsFailed, policy: FailoverPolicy) -> t
 def _back_off(state: JobState, at: float, policy: FailoverPolicy) -> tuple[JobState, float]:
     """Count a failure.
 
-    Returns:
-        The state, and how long its recovery waits.
+    Returns the state, and how long its recovery waits.
     """
     in_row = state.failures_in_row + 1 if at - state.failed_at <= policy.stable_s else 1
     delay_s = min(policy.backoff_s * (2 ** min(in_row - 1, 30) - 1), policy.max_backoff_s)

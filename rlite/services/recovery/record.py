@@ -51,22 +51,12 @@ def clock(at: float) -> str:
 
 
 def environment(file: Path, has_begun: bool) -> dict[str, str]:
-    """Return the environment variables of a program that is to report.
-
-    Args:
-        file: the file to report to.
-        has_begun: an earlier start of the program had begun its run, so this start continues it.
-    """
+    """Return the environment variables of a program that is to report."""
     return {FILE: str(file), BEGUN: str(int(has_begun))}
 
 
 def report_step(step: int, total_steps: int) -> None:
-    """Report that the run has finished a step, or begins after it.
-
-    Args:
-        step: finished steps.
-        total_steps: steps of the whole run.
-    """
+    """Report that the run has finished a step, or begins after it."""
     _write(TrainerReport(step, total_steps, time.time()))
 
 
@@ -139,22 +129,12 @@ _JSON = TypeAdapter(JobRecord)
 
 
 def save_record(store: StateStore, job: str, record: JobRecord) -> None:
-    """Store a job's record.
-
-    Args:
-        store: the store.
-        job: name of the job.
-        record: its record.
-    """
+    """Store a job's record."""
     store.save(job, _JSON.dump_json(record).decode())
 
 
 def load_record(store: StateStore, job: str) -> JobRecord | None:
-    """Return a job's record, or None if the store has none.
-
-    Raises:
-        RliteError: the record cannot be read.
-    """
+    """Return a job's record, or None if the store has none."""
     text = store.load(job)
     if text is None:
         return None

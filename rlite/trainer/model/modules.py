@@ -110,13 +110,7 @@ def critic_module(
 
 
 def trained_engine(make_module: Callable[..., Any], model: ModelOptions, total_steps: int) -> RliteTrainEngine:
-    """Return the engine of a model that is trained; it is not built yet.
-
-    Args:
-        make_module: `policy_module` or `critic_module`.
-        model: options of the model.
-        total_steps: optimizer steps of the whole run.
-    """
+    """Return the engine of a model that is trained; it is not built yet."""
     optimizer = model.optimizer_options(total_steps)
     return RliteTrainEngine(make_module(model.model_name, optimizer, model.lora, model.disable_dropout))
 
@@ -127,14 +121,6 @@ def made(
     """Return a module on meta of a class with the carrier's methods.
 
     Checkpoints identify a module by the carrier's name.
-
-    Args:
-        class_of: returns the class of a checkpoint with a carrier.
-        carrier: has the methods.
-        path: folder or hub name of the checkpoint.
-        optimizer_options: see `policy_module`.
-        lora: see `policy_module`.
-        no_dropout: train without the dropout of the checkpoint's config.
     """
     if not no_dropout:
         carrier = type(carrier.__name__, (carrier,), {"_keeps_dropout": True})
@@ -171,11 +157,7 @@ class Reference:
         return "reference: the model without its adapters" if self.is_actor else f"reference {self._name}"
 
     def build(self, build_options: Mapping[str, Any]) -> None:
-        """Place the reference beside the actor, if it is a model of its own.
-
-        Args:
-            build_options: build options of the actor.
-        """
+        """Place the reference beside the actor, if it is a model of its own."""
         if self.is_actor:
             return
         own = config.inherit(self._options, self._actor)

@@ -35,15 +35,7 @@ def parameter_groups(module: BaseTrainModule, options: OptimizerOptions) -> list
     Muon takes matrices inside of layers, and the matrix of each expert. Embeddings, heads, norms, biases and the
     adapters of experts stay with AdamW.
 
-    Args:
-        module: the module on meta, with its weights tied.
-        options: options of the optimizer.
-
-    Returns:
-        The groups of trained parameters, Muon's first.
-
-    Raises:
-        ConfigError: a group matches no parameter, nothing is left to train, or Muon has no matrix.
+    `module`: the module on meta, with its weights tied. Returns the groups of trained parameters, Muon's first.
     """
     matched = _match(module, options)
     hidden = {id(parameter) for unit in module.fsdp_units() for parameter in _matrices(unit)}
@@ -67,10 +59,6 @@ def make_optimizer(module: nn.Module, groups: Sequence[ParameterGroup]) -> torch
 
     Muon's update has the root mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so both
     take the same learning rate and weight decay.
-
-    Args:
-        module: the module, sharded or not.
-        groups: results of `parameter_groups`.
     """
     muon, adamw = list[dict[str, object]](), list[dict[str, object]]()
     for group in groups:
@@ -96,11 +84,7 @@ def _matrices(unit: nn.Module) -> list[nn.Parameter]:
 
 
 def _match(module: nn.Module, options: OptimizerOptions) -> list[tuple[ParameterGroupOptions, list[str]]]:
-    """Return each group that is trained with the names of its parameters, those of no group first.
-
-    Raises:
-        ConfigError: a group matches no parameter.
-    """
+    """Return each group that is trained with the names of its parameters, those of no group first."""
     rest = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     trained = []
     for key, group in options.parameter_groups.items():

@@ -80,11 +80,7 @@ class LayoutOptions(Options):
     """tokens of one microbatch on a device; the longest sequence is tp_size x sp_size times as long"""
 
     def dims(self, world_size: int) -> ParallelDims:
-        """Return the division of a world of `world_size` devices.
-
-        Raises:
-            ConfigError: the sizes do not divide the world; the message names the equation.
-        """
+        """Return the division of a world of `world_size` devices."""
         return ParallelDims.of_world(world_size, self.ddp_size, self.sp_size, self.tp_size, self.ep_size)
 
 
@@ -166,11 +162,7 @@ class ModelOptions(LayoutOptions):
         return OptimizerOptions(name=self.optimizer, warmup_steps=warmup_steps, total_steps=total_steps, **own)
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
-        """Return the keywords of `RliteTrainEngine.build` for a world of `world_size` devices.
-
-        Raises:
-            ConfigError: the sizes do not divide the world; the message names the equation.
-        """
+        """Return the keywords of `RliteTrainEngine.build` for a world of `world_size` devices."""
         dims = self.dims(world_size)
         return {
             **{name: value for name, value in self if name in BUILD_OPTIONS},
@@ -194,11 +186,8 @@ def frozen_build_options(build_options: Mapping[str, Any], device: str) -> dict[
 def schedule_problems(scheduler: Schedule | None, lr: float, lr_end: float, power: float | None) -> Iterator[str]:
     """Yield a message for each rule of a learning-rate schedule that does not hold.
 
-    Args:
-        scheduler: the schedule; None if it is another model's.
-        lr: peak rate.
-        lr_end: rate at the last step.
-        power: exponent of the polynomial schedule; None if it is another model's.
+    `scheduler`: the schedule; None if it is another model's. `power`: exponent of the polynomial schedule; None if it
+    is another model's.
     """
     if scheduler is not None and power not in (None, 1.0) and scheduler != "polynomial":
         yield f"power={power} is an option of scheduler=polynomial, not of scheduler={scheduler}"
@@ -215,11 +204,7 @@ K1_IS_NO_LOSS = (
 
 
 def check_kl_loss(estimator: KLEstimator) -> None:
-    """Check that an estimator of the KL can be a loss.
-
-    Raises:
-        ConfigError: its gradient is 0 in expectation.
-    """
+    """Check that an estimator of the KL can be a loss."""
     if estimator == "k1":
         raise ConfigError(f"kl.{K1_IS_NO_LOSS}")
 

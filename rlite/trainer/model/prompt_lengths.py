@@ -24,21 +24,7 @@ def longest_prompt(
     read: Callable[[Rows], Iterable[Mapping[str, Any]]] = iter,
     vocab_size: int = sys.maxsize,
 ) -> int:
-    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
-
-    Args:
-        rows: the items.
-        workflow: its `opening` makes an item's prompt.
-        max_length: tokens of prompt and answer together.
-        where: the rows' option, for messages.
-        limits: the limits of which `max_length` is the least, and the remedy, for messages.
-        read: iterates over the rows, such as with a progress bar.
-        vocab_size: size of the model's vocabulary.
-
-    Raises:
-        DataError: the chat template refuses a prompt, a prompt leaves no room for an answer, or it holds a token beyond
-            the vocabulary. The message names the row.
-    """
+    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand."""
     longest = 0
     for number, row in enumerate(read(rows)):
         try:
@@ -54,32 +40,16 @@ def longest_prompt(
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Check that a prompt's tokens are in the model's vocabulary.
-
-    Args:
-        ids: the tokens.
-        vocab_size: size of the vocabulary.
-
-    Raises:
-        DataError: a token is beyond it.
-    """
+    """Check that a prompt's tokens are in the model's vocabulary."""
     if ids and max(ids) >= vocab_size:
         raise DataError(f"the prompt holds {beyond_vocabulary(max(ids), vocab_size)}")
 
 
 def vocab_size_of(name: str) -> int:
-    """Return the size of a checkpoint's vocabulary.
-
-    Args:
-        name: folder or hub name of the checkpoint.
-    """
+    """Return the size of a checkpoint's vocabulary."""
     return load_config(name).get_text_config().vocab_size
 
 
 def model_limit(name: str) -> int | None:
-    """Return the longest sequence of a checkpoint in tokens; None if its config does not say it.
-
-    Args:
-        name: folder or hub name of the checkpoint.
-    """
+    """Return the longest sequence of a checkpoint in tokens; None if its config does not say it."""
     return getattr(load_config(name).get_text_config(), "max_position_embeddings", None)

@@ -57,16 +57,7 @@ class EncoderModule(PolicyModule):
 
 
 def scorer_module(path: str, what: str, label: int) -> Any:
-    """Return the module of a reward model, on meta.
-
-    Args:
-        path: folder or hub name of the checkpoint.
-        what: option and value that name it, for error messages.
-        label: number of the label whose logit is the score.
-
-    Raises:
-        ConfigError: the model has an encoder and a decoder.
-    """
+    """Return the module of a reward model, on meta."""
     config = load_config(path)
     if config.is_encoder_decoder:
         raise ConfigError(f"{what}: {config.model_type} has an encoder and a decoder; expected one of them")

@@ -43,11 +43,7 @@ class Coefficients:
         return {**scheduled, **adapted, **self.chosen}
 
     def choose(self, values: Mapping[str, float]) -> None:
-        """Set coefficients from the next step on.
-
-        Raises:
-            ConfigError: a name is unknown, a value is out of range, or a coefficient cannot change in this run.
-        """
+        """Set coefficients from the next step on."""
         chosen = {name: float(value) for name, value in values.items()}
         ScheduleOptions(**{name: {1: value} for name, value in chosen.items()})  # raises unless they are valid
         for name, why in self._options.fixed_coefficients().items():
@@ -58,10 +54,7 @@ class Coefficients:
     def end_step(self, step: int, kl: float | None, num_sequences: int) -> dict[str, float]:
         """Return the coefficients that a step had as metrics, then adapt the weight of the KL if it has a target.
 
-        Args:
-            step: number of the step.
-            kl: mean KL of a token in this step; None if the step measured none.
-            num_sequences: sequences in the step.
+        `kl`: mean KL of a token in this step; None if the step measured none.
         """
         used, target = self.at(step), self._options.kl.adaptive_target
         if self._is_adaptive and target is not None and kl is not None:
@@ -88,10 +81,7 @@ class Coefficients:
 def coefficients_at(options: PpoConfig, step: int, line: Mapping[str, float]) -> dict[str, float]:
     """Return the coefficients of a finished step that may differ from its options.
 
-    Args:
-        options: the run's config.
-        step: number of the step.
-        line: metrics of the step, whose values count; {} if they were not logged.
+    `line`: metrics of the step, whose values count; {} if they were not logged.
     """
     coefficients = Coefficients(options)
     coefficients.take(line)

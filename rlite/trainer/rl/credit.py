@@ -18,17 +18,7 @@ from rlite.trainer.rl.options import EPISODE, OWN, AdvantageOptions
 
 
 def credited_advantages(batch: TensorDict, *, adv: AdvantageOptions, num_seats: int = 1, **given: Any) -> TensorDict:
-    """Return a batch with `advantages` [N, L], and for gae `returns` [N, L]; see `compute_advantages`.
-
-    Args:
-        batch: with several seats it has `seat_ids`, and each seat of an episode has a trajectory of its own.
-        adv: names the credit of branches.
-        num_seats: seats that are trained. A member of a group is compared with those of its seat alone.
-        **given: further arguments of `compute_advantages`.
-
-    Raises:
-        ConfigError: an own rule of credit returns something else than a finite number for each branch.
-    """
+    """Return a batch with `advantages` [N, L], and for gae `returns` [N, L]; see `compute_advantages`."""
     source = batch
     if num_seats > 1:
         check_has(batch, "seat_ids")
@@ -50,15 +40,7 @@ def with_own_rewards(batch: TensorDict) -> TensorDict:
 
 
 def credits_of(batch: TensorDict, rule: str) -> Tensor:
-    """Return the factor of the advantage of each row [N].
-
-    Args:
-        batch: has `advantages`.
-        rule: a name of `CREDITS`.
-
-    Raises:
-        ConfigError: the rule returns something else than a finite number for each branch.
-    """
+    """Return the factor of the advantage of each row [N]."""
     counts, index = batch["loss_mask"].sum(1), trajectory_index(batch)
     rewards = batch["token_rewards"].sum(1) if "token_rewards" in batch else batch["rewards"]
     advantages = batch["advantages"].sum(1) / counts.clamp(min=1)

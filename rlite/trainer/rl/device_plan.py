@@ -20,16 +20,7 @@ from rlite.trainer.rl.truncation import check_engine
 
 
 def without_evaluation(world: int, trainer: TrainerOptions, tp_size: int) -> tuple[int, int]:
-    """Return the number of devices that train and generate, and of devices that only evaluate.
-
-    Args:
-        world: number of devices.
-        trainer: says where evaluations run.
-        tp_size: devices of one replica.
-
-    Raises:
-        ConfigError: The devices cannot be divided so.
-    """
+    """Return the number of devices that train and generate, and of devices that only evaluate."""
     if trainer.evaluate != "beside":
         return world, 0
     evaluating = trainer.evaluation_devices or tp_size
@@ -44,11 +35,7 @@ def without_evaluation(world: int, trainer: TrainerOptions, tp_size: int) -> tup
 
 
 def divide_devices(world: int, rollout: RolloutOptions) -> tuple[int, int]:
-    """Return the number of devices that train, and of devices that generate: all do both, unless rollouts run ahead.
-
-    Raises:
-        ConfigError: The devices cannot be divided so.
-    """
+    """Return the number of devices that train, and of devices that generate: all do both, unless rollouts run ahead."""
     generating = world
     if rollout.max_head_offpolicyness:
         generating = rollout.num_devices or max(world // 2 // rollout.tp_size, 1) * rollout.tp_size
@@ -75,16 +62,7 @@ def models_beside(options: PpoConfig, engines: Engines) -> list[tuple[RliteTrain
 
 
 def _adapter_obstacle(options: PpoConfig, actor: Any, can: Capabilities) -> str:
-    """Return why weight syncs do not send the actor's adapter alone; "" if they do.
-
-    Args:
-        options: the run's config.
-        actor: the actor's module.
-        can: capabilities of the rollout engine.
-
-    Raises:
-        ConfigError: `rollout.adapter_sync` asks for it, or exact bits need it, and it is not possible.
-    """
+    """Return why weight syncs do not send the actor's adapter alone; "" if they do."""
     rollout, why_not = options.rollout, can.adapter_obstacle
     obstacles = (
         actor.adapter_obstacle(),
@@ -188,14 +166,7 @@ class DevicePlan:
             self._rewards.build_beside(engines.rollout, num_generating, options.trainer.seed)
 
     def models(self, num_devices: int) -> list[tuple[RliteTrainEngine, dict[str, Any], bool | None]]:
-        """Return the engines that train or score, the actor first, with build options and `offload_model` of each.
-
-        Args:
-            num_devices: devices that train.
-
-        Raises:
-            ConfigError: the sizes do not divide the devices.
-        """
+        """Return the engines that train or score, the actor first, with build options and `offload_model` of each."""
         options, actor, device = self._options, self._options.actor, rlite.current_session().device
         found: list[tuple[RliteTrainEngine, ModelOptions, bool | None]] = [
             (self.engines.actor, actor, actor.offload_model)

@@ -21,11 +21,7 @@ def replace_uniform_groups(
     Uniform groups, whose trajectories all have the same reward, are replaced, and so are lost groups. If some are still
     missing at the end, uniform groups fill the batch up.
 
-    Args:
-        batch: generated first.
-        num_groups: groups that the result should have.
-        generate: returns so many new groups, or None if all of them were lost.
-        max_rounds: calls of `generate` at most.
+    `generate`: returns so many new groups, or None if all of them were lost.
     """
     kept, uniform, num_missing, num_dropped, rounds = [], [], num_groups, 0, 0
     found: TensorDict | None = batch
@@ -61,11 +57,7 @@ def varied_groups(batch: TensorDict) -> Tensor:
 
 
 def is_varied(trajectories: TensorDict) -> bool:
-    """Return whether the rewards of a group differ, in one of its seats if it has several.
-
-    Args:
-        trajectories: the first row of each trajectory.
-    """
+    """Return whether the rewards of a group differ, in one of its seats if it has several."""
     rewards = trajectories["rewards"]
     if "seat_ids" not in trajectories:
         return len(rewards.unique()) > 1

@@ -104,11 +104,7 @@ class ActorOptions(ModelOptions):
         yield from ()
 
     def build_options(self, world_size: int, seed: int) -> dict[str, Any]:
-        """Return the keywords of `RliteTrainEngine.build`; see `ModelOptions.build_options`.
-
-        Raises:
-            ConfigError: the sizes do not divide the world.
-        """
+        """Return the keywords of `RliteTrainEngine.build`; see `ModelOptions.build_options`."""
         return super().build_options(world_size, seed) | ({"deterministic": True} if self.deterministic else {})
 
 

@@ -42,16 +42,10 @@ def compute_advantages(
 
     A trajectory of several sequences is one member of its group, and one series of actions for gae.
 
-    Args:
-        batch: has `rewards` or `token_rewards`, `group_ids`, `loss_mask`; `values` for gae; `old_logprobs` and
-            `ref_logprobs` if the KL to the reference is subtracted from rewards or advantages, over the vocabulary:
-            `full_old_logprobs` replaces `old_logprobs` there, if the batch has kept ids.
-        adv: the estimator and its options.
-        kl: what leaving the reference costs.
-        is_single: there is one response to each prompt, so that the whole batch is one group.
-        kl_coef: weight of the KL; default: `kl.coef`.
-        weights: weights of rewards by name for gdpo, which needs `reward/NAME` in the batch; default: 1.
-        estimator: the result of `outcome_estimator(adv)`, which need not be made for every batch.
+    `batch`: has `rewards` or `token_rewards`, `group_ids`, `loss_mask`; `values` for gae; `old_logprobs` and
+    `ref_logprobs` if the KL to the reference is subtracted from rewards or advantages, over the vocabulary:
+    `full_old_logprobs` replaces `old_logprobs` there, if the batch has kept ids. `kl_coef`: weight of the KL; default:
+    `kl.coef`. `weights`: weights of rewards by name for gdpo, which needs `reward/NAME` in the batch; default: 1.
     """
     penalty, rewards = _penalty(batch, kl, kl.coef if kl_coef is None else kl_coef), token_rewards(batch)
     groups = batch["group_ids"][first_rows(batch)]
@@ -107,9 +101,6 @@ def token_rewards(batch: TensorDict) -> Tensor:
     """Return the reward [N, L] of each token.
 
     The reward of a whole trajectory goes to its last action, or to its last token if it has no action.
-
-    Raises:
-        DataError: `rewards` is not [N], and there are no `token_rewards`.
     """
     if "token_rewards" in batch:
         return batch["token_rewards"].float()
@@ -226,9 +217,7 @@ class PolicyLoss(TokenMean, OnCounted):
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> tuple[Tensor, dict[str, Mean | PerToken]]:
         """Return the scalar loss of a pack, and its metrics.
 
-        Args:
-            tokens: log-probabilities and entropies at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
+        `tokens`: log-probabilities and entropies at the positions that predict the tokens, `[T]`.
         """
         cu_seqlens, mask = data["cu_seqlens"], predicts_counted(data)
         keys = ("logprobs", "old_logprobs", "advantages", "ref_logprobs", "selected")
@@ -266,12 +255,7 @@ class PolicyLoss(TokenMean, OnCounted):
     def select(self, batch: Mapping[str, Any], logprobs: Tensor) -> Tensor:
         """Return the tokens of a whole batch that the loss treats differently, if it is a loss of `SELECTIONS`.
 
-        Args:
-            batch: the keys of `data` for the whole batch, in any layout.
-            logprobs: each token's log-probability under the policy that is trained, at the token.
-
-        Returns:
-            True for the chosen tokens, in the batch's layout.
+        Returns True for the chosen tokens, in the batch's layout.
         """
         old, behaviour = batch.get("old_logprobs", logprobs), batch["logprobs"]
         kept = self._kept(old, behaviour, batch["loss_mask"], None)
@@ -296,9 +280,7 @@ class OwnLogprobs(OnLogprobs):
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
         """Return each token's log-probability [T], at the token; 0 for a sequence's first token.
 
-        Args:
-            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
+        `tokens`: log-probabilities at the positions that predict the tokens, `[T]`.
         """
         return algorithms.previous_token(tokens.full_logprobs if self.is_full else tokens.logprobs, data["cu_seqlens"])
 
@@ -307,11 +289,6 @@ class BothLogprobs(OwnLogprobs):
     """A post_hook for `forward` that returns two log-probabilities of each token."""
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
-        """Return each token's log-probability over its kept ids, and over the vocabulary, [T, 2]; see `OwnLogprobs`.
-
-        Args:
-            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
-        """
+        """Return each token's log-probability over its kept ids, and over the vocabulary, [T, 2]; see `OwnLogprobs`."""
         both = torch.stack([tokens.logprobs, tokens.full_logprobs], dim=-1)
         return algorithms.previous_token(both, data["cu_seqlens"])

@@ -234,11 +234,7 @@ class PpoConfig(LaunchOptions):
         return f"{self.actor.model_name} on {self.train_data.paths}, into {self.trainer.save_dir}"
 
     def check_complete(self) -> None:
-        """Check that the options name prompts and a source of rewards.
-
-        Raises:
-            ConfigError: one of them is missing.
-        """
+        """Check that the options name prompts and a source of rewards."""
         data, source = self.train_data, "reward.path=file.py:function, rollout.env_path or rollout.workflow"
         needed = {
             "train_data.path": data.path is not None or data.mixture,
@@ -345,8 +341,7 @@ class PpoConfig(LaunchOptions):
     def with_coefficients(self, values: Mapping[str, float]) -> PpoConfig:
         """Return the options with other coefficients.
 
-        Args:
-            values: valid values by the names of `ScheduleOptions`; other names do not count.
+        `values`: valid values by the names of `ScheduleOptions`; other names do not count.
         """
         own = {name: values[name] for name in ("entropy_coef", "clip", "clip_high") if name in values}
         actor, kl, rollout = self.actor.model_copy(update=own), self.kl, self.rollout
@@ -372,15 +367,9 @@ class PpoConfig(LaunchOptions):
     def sampled_by(self, train: SamplingOf | None, test: SamplingOf | None) -> PpoConfig:
         """Return the options of a run whose workflows sample so.
 
-        Args:
-            train: sampling parameters of the workflow for training; None leaves them to the options.
-            test: sampling parameters of the workflow for evaluation; None leaves them to the options.
-
-        Returns:
-            The options, with the parameters of the workflows.
-
-        Raises:
-            ConfigError: an option contradicts a workflow.
+        `train`: sampling parameters of the workflow for training; None leaves them to the options. `test`: sampling
+        parameters of the workflow for evaluation; None leaves them to the options. Returns the options, with the
+        parameters of the workflows.
         """
         rollout = self.rollout
         for name, sampling in (("train_sampling_params", train), ("test_sampling_params", test)):
@@ -510,11 +499,7 @@ class PpoConfig(LaunchOptions):
 
 
 def _sampled_by(rollout: RolloutOptions, name: str, sampling: SamplingOf) -> RolloutOptions:
-    """Return the options with a workflow's sampling parameters in place of a group of sampling options.
-
-    Raises:
-        ConfigError: an option contradicts the workflow.
-    """
+    """Return the options with a workflow's sampling parameters in place of a group of sampling options."""
     group, gconfig = getattr(rollout, name), GenerationHyperparameters.from_mapping(sampling)
     said = {option: getattr(gconfig, option) for option in type(group).model_fields}
     said |= {"temperature": 0.0 if gconfig.greedy else gconfig.temperature, "top_k": max(gconfig.top_k, 0)}

@@ -21,11 +21,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def trained_on_device(engines: Engines) -> Iterator[None]:
-    """Keep all trained engines on the device, for a checkpoint, and the rollout engine on the host.
-
-    Yields:
-        None.
-    """
+    """Keep all trained engines on the device, for a checkpoint, and the rollout engine on the host."""
     trained = [engine for engine in engines.trained if engines.takes_turns[engine]]
     if engines.resident is engines.rollout:
         engines.rollout.cpu()
@@ -40,13 +36,7 @@ def trained_on_device(engines: Engines) -> Iterator[None]:
 
 
 def sync_evaluation(engines: Engines, version: int, model: Path | None = None) -> None:
-    """Give the engine of evaluations, which is idle, the actor's weights.
-
-    Args:
-        engines: one of them serves evaluations.
-        version: policy version of the weights.
-        model: folder of a saved model, whose weights are taken instead.
-    """
+    """Give the engine of evaluations, which is idle, the actor's weights."""
     assert engines.evaluation is not None
     if model is not None:
         engines.evaluation.load(model)
@@ -76,16 +66,7 @@ class TrainRecovery:
             self._snapshots = {engine: engine.take_snapshot() for engine in self._engines.trained}
 
     def run(self, act: Callable[[], T], version: int, restore: Callable[[], object] = lambda: None) -> T:
-        """Return the result of an action on the engines, repeated after each recovery.
-
-        Args:
-            act: what a step does after its rollouts.
-            version: policy version of the rollouts at the beginning of the step.
-            restore: called after each recovery, before `act`.
-
-        Raises:
-            WorkerError: the budget of recoveries is used up, or no train worker was lost.
-        """
+        """Return the result of an action on the engines, repeated after each recovery."""
         is_lost = False
         while True:
             try:
@@ -107,13 +88,7 @@ class TrainRecovery:
 
 
 def bring_back(engines: Engines, snapshots: Mapping[RliteTrainEngine, MemorySnapshot], version: int) -> None:
-    """Bring back the engines that have lost workers, and all trained engines to the state of their snapshots.
-
-    Args:
-        engines: all engines of the trainer.
-        snapshots: one for each trained engine.
-        version: policy version that the rollout engine goes back to.
-    """
+    """Bring back the engines that have lost workers, and all trained engines to the state of their snapshots."""
     if engines.resident is engines.rollout:
         (engines.rollout.cpu if engines.sends_adapter else engines.rollout.meta)()
     engines.resident = None

@@ -47,21 +47,13 @@ Asked = tuple[RolloutWorkflow, Sequence[Mapping[str, Any]], str]
 def own_scores(scores: Tensor, data: Mapping[str, Any]) -> Tensor:
     """Return the scores [T] of a pack: a post_hook for `forward`.
 
-    Args:
-        scores: the model's output `[T]`.
-        data: the pack's keys.
+    `scores`: the model's output `[T]`.
     """
     return scores.float()
 
 
 def score_rows(engine: RliteTrainEngine, is_alone: bool, rows: Sequence[Tokens]) -> list[float]:
-    """Return the score at the last token of each row.
-
-    Args:
-        engine: holds the reward model.
-        is_alone: compute each row alone, so that its score does not depend on the others, bit by bit.
-        rows: tokens of prompt and answer.
-    """
+    """Return the score at the last token of each row."""
     if is_alone and len(rows) > 1:
         return [score for row in rows for score in score_rows(engine, True, [row])]
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
@@ -89,14 +81,7 @@ class RecoveringScores:
         self._began: list[float] = []
 
     def __call__(self, rows: Sequence[Tokens]) -> list[float]:
-        """Return the score at the last token of each row.
-
-        Args:
-            rows: tokens of prompt and answer.
-
-        Raises:
-            WorkerError: a worker was lost, and the budget of recoveries is used up.
-        """
+        """Return the score at the last token of each row."""
         with self._turn:
             while True:
                 try:
@@ -127,11 +112,7 @@ class JudgeEngine:
 
     @classmethod
     def of(cls, judge: LlmJudge) -> JudgeEngine:
-        """Return the engine of a judge, which is not built yet.
-
-        Raises:
-            ConfigError: the checkpoint has no tokenizer or no chat template.
-        """
+        """Return the engine of a judge, which is not built yet."""
         tokenizer = load_tokenizer(judge.options.model)
         if not has_chat_template(tokenizer):
             raise ConfigError(f"{judge.what}.model={judge.options.model}: no chat template, through which it is asked")
@@ -143,15 +124,7 @@ class JudgeEngine:
         return prompt_ids(asked, self.tokenizer, judge.options.options.get("chat_template_kwargs"))
 
     def checked(self, judge: LlmJudge, asked: Asked) -> JudgeEngine:
-        """Return the engine with room for the questions of a workflow.
-
-        Args:
-            judge: asks them.
-            asked: the workflow and its prompts.
-
-        Raises:
-            ConfigError: a question and its reply may be longer than the engine's limit.
-        """
+        """Return the engine with room for the questions of a workflow."""
         workflow, rows, where = asked
         limit = judge.options.max_model_len or max_positions(load_config(self.engine.path))[1]
         longest = self.longest or 0
@@ -170,14 +143,7 @@ class JudgeEngine:
     def build(self, num_devices: int, seed: int, is_deterministic: bool, beside: Engine | None) -> None:
         """Place the engine, and let the judges ask it.
 
-        Args:
-            num_devices: number of its devices.
-            seed: seed of the run.
-            is_deterministic: replies do not depend on others, bit by bit.
-            beside: the engine whose devices it shares; None: its own.
-
-        Raises:
-            ConfigError: the sizes do not divide the devices.
+        `beside`: the engine whose devices it shares; None: its own.
         """
         own = self.judges[0].options
         if num_devices % own.tp_size:
@@ -196,11 +162,7 @@ class JudgeEngine:
 
 
 def _sampling(judge: LlmJudge, is_deterministic: bool) -> GenerationHyperparameters:
-    """Return the sampling of a judge: greedy, unless its options say otherwise.
-
-    Raises:
-        ConfigError: replies that are to be the same bits again are sampled.
-    """
+    """Return the sampling of a judge: greedy, unless its options say otherwise."""
     options = {key: value for key, value in judge.options.options.items() if key != "chat_template_kwargs"}
     given = {"temperature": 0.0, "max_new_tokens": judge.options.max_new_tokens, **options}
     if is_deterministic and given["temperature"]:
@@ -227,19 +189,7 @@ class RewardEngines:
 
     @classmethod
     def of(cls, asked: Sequence[Asked], length: int, is_deterministic: bool, max_recoveries: int = 0) -> RewardEngines:
-        """Return the engines of the models in the rewards of workflows, which are not built yet.
-
-        Args:
-            asked: the workflows.
-            length: tokens of the longest sequence.
-            is_deterministic: a score has the same bits with any other answers.
-            max_recoveries: most recoveries of the engine of a reward model in an hour, after it has lost workers.
-
-        Raises:
-            ConfigError: a model or judge has no score head, no chat template, or a shorter context than the run needs;
-                a judge is to sample although `is_deterministic`.
-            DataError: a model's chat template refuses a prompt.
-        """
+        """Return the engines of the models in the rewards of workflows, which are not built yet."""
         models: dict[Key, list[RewardModel]] = {}
         engines: dict[Key, RliteTrainEngine] = {}
         for workflow, rows, where in asked:
@@ -256,15 +206,7 @@ class RewardEngines:
     def build_apart(self, world: int, seed: int) -> int:
         """Place the models that have devices of their own, before other engines.
 
-        Args:
-            world: number of devices.
-            seed: seed of the run.
-
-        Returns:
-            The number of devices that are left.
-
-        Raises:
-            ConfigError: none is left.
+        Returns the number of devices that are left.
         """
         num_own = sum(own or 0 for *_, own in (*self.engines, *self.judges))
         if num_own >= world:
@@ -281,13 +223,7 @@ class RewardEngines:
         return world - num_own
 
     def build_beside(self, rollout: Engine, num_devices: int, seed: int) -> None:
-        """Place the models that are not placed yet on the devices of the rollout engine.
-
-        Args:
-            rollout: the engine.
-            num_devices: number of its devices.
-            seed: seed of the run.
-        """
+        """Place the models that are not placed yet on the devices of the rollout engine."""
         for key, engine in self.engines.items():
             if not engine.is_built:
                 self._build(key, rollout, num_devices, seed)

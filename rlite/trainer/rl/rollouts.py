@@ -118,11 +118,7 @@ class Rollouts:
 
     @stats_tracker.record_timing("rollout")
     def next_batch(self) -> TensorDict:
-        """Return a batch that is generated and rewarded now, each prompt's responses side by side.
-
-        Raises:
-            StreamedDataError: a prompt cannot be used. The prompts before it are left for a later run.
-        """
+        """Return a batch that is generated and rewarded now, each prompt's responses side by side."""
         asked: list[Prompt] = []
 
         def generate(count: int) -> TensorDict | None:

@@ -37,16 +37,7 @@ class RoutingReplay:
 
     @classmethod
     def of(cls, asked: RoutingSource, module: BaseTrainModule, engine: RliteInferenceEngine) -> RoutingReplay:
-        """Return what is replayed.
-
-        Args:
-            asked: the option.
-            module: the policy.
-            engine: the inference engine.
-
-        Raises:
-            ConfigError: what was asked for cannot be done.
-        """
+        """Return what is replayed."""
         shape = module.routing_shape()
         if asked == "off" or (asked == "auto" and shape is None):
             return cls(reason=f"{OPTION}=off" if shape is not None else "")
@@ -73,15 +64,7 @@ class RoutingReplay:
     def check(self, batch: TensorDict, workflow: RolloutWorkflow) -> float:
         """Check the experts that the engine has recorded for a batch of rollouts.
 
-        Args:
-            batch: the batch.
-            workflow: made it.
-
-        Returns:
-            The share of tokens whose experts were recorded.
-
-        Raises:
-            DataError: there are none, or they cannot be true.
+        Returns the share of tokens whose experts were recorded.
         """
         assert self.shape is not None
         if ROUTED not in batch:
@@ -106,12 +89,7 @@ class RecordedLogprobs(BothLogprobs):
     records_routing: ClassVar[bool] = True
 
     def __call__(self, tokens: TokenLogprobs, data: Mapping[str, Any]) -> Tensor:
-        """Return the bytes [T, 8 + B] of two float32 log-probabilities and of `routed_experts`; see `BothLogprobs`.
-
-        Args:
-            tokens: log-probabilities at the positions that predict the tokens, `[T]`.
-            data: the pack's keys.
-        """
+        """Return the bytes [T, 8 + B] of two float32 log-probabilities and of `routed_experts`; see `BothLogprobs`."""
         both = super().__call__(tokens, data).float().contiguous().view(torch.uint8)
         return torch.cat([both, data[ROUTED]], dim=-1)
 

@@ -14,9 +14,8 @@ from rlite.trainer.rl.objective import OwnLogprobs, PolicyLoss
 def report_off_policy(batch: TensorDict, tis_coef: float | None) -> None:
     """Record `off_policy/*`: `off_policy_metrics`, and `weight_metrics` of the truncated importance weights.
 
-    Args:
-        batch: rollouts with `old_logprobs`, `logprobs` and `loss_mask`, each `[N, L]`.
-        tis_coef: cap of the importance weights; None records no `weight_*`.
+    `batch`: rollouts with `old_logprobs`, `logprobs` and `loss_mask`, each `[N, L]`. `tis_coef`: cap of the importance
+    weights; None records no `weight_*`.
     """
     policies = batch["old_logprobs"], batch["logprobs"], batch["loss_mask"]
     metrics = off_policy_metrics(*policies)
@@ -35,11 +34,7 @@ def with_selected(
     The statistics are those of the whole batch, so that microbatches and ranks do not matter. They cost one more
     forward pass of the policy before each update.
 
-    Args:
-        batch: the batch of one update.
-        engine: holds the policy.
-        loss: chooses tokens.
-        longest: tokens per microbatch of the forward pass; None is the engine's default.
+    `longest`: tokens per microbatch of the forward pass; None is the engine's default.
     """
     hook = OwnLogprobs(temperature=loss.temperature)
     logprobs = engine.forward(batch.exclude("teacher_hidden"), hook, longest)

@@ -26,13 +26,8 @@ def token_advantages(
 
     REINFORCE++ whitens returns; its other form whitens outcomes over their group's mean.
 
-    Args:
-        batch: as for `compute_advantages`.
-        rewards: reward of each token, [N, L].
-        adv: names gae, or one of the whitened estimators.
-        groups: group of each trajectory, [M].
-        real: positions that hold tokens, [N, L].
-        cu_seqlens: boundaries of the trajectories among these, [M + 1].
+    `rewards`: reward of each token, [N, L]. `groups`: group of each trajectory, [M]. `real`: positions that hold
+    tokens, [N, L]. `cu_seqlens`: boundaries of the trajectories among these, [M + 1].
     """
     rewards, mask = rewards[real], batch["loss_mask"][real].bool()
     if adv.estimator == "gae":
@@ -77,13 +72,7 @@ def of_named_rewards(
 ) -> tuple[Tensor, Configured]:
     """Return the named rewards of the trajectories [K, M], NaN where one does not count, and gdpo with their weights.
 
-    Args:
-        batch: has `reward/NAME`.
-        estimator: gdpo.
-        weights: weights of rewards by name; default: 1.
-
-    Raises:
-        DataError: there are no named rewards.
+    `weights`: weights of rewards by name; default: 1.
     """
     keys = sorted(key for key in map(str, batch.keys()) if key.startswith(NAMED_REWARD))
     if not keys:

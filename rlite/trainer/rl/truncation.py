@@ -14,15 +14,7 @@ REMEDY = "sample with top_p=1 and top_k=0"
 
 
 def check_engine(rollout: RolloutOptions, extras: Collection[str]) -> None:
-    """Refuse truncated training rollouts if the inference executor does not return the kept ids.
-
-    Args:
-        rollout: options of the rollouts.
-        extras: names of the columns that the executor offers.
-
-    Raises:
-        ConfigError: the executor does not return them.
-    """
+    """Refuse truncated training rollouts if the inference executor does not return the kept ids."""
     if truncation(rollout) and "kept_ids" not in extras:
         raise ConfigError(
             f"rollout.train_sampling_params truncates ({truncation(rollout)}), and rollout.executor={rollout.executor} "
@@ -32,16 +24,7 @@ def check_engine(rollout: RolloutOptions, extras: Collection[str]) -> None:
 
 
 def check_kept(batch: TensorDict, rollout: RolloutOptions, workflow: RolloutWorkflow) -> None:
-    """Refuse rollouts that were truncated but lack the kept ids.
-
-    Args:
-        batch: a batch of the workflow.
-        rollout: options of the rollouts.
-        workflow: made the batch.
-
-    Raises:
-        DataError: the batch has no `kept_ids`.
-    """
+    """Refuse rollouts that were truncated but lack the kept ids."""
     if truncation(rollout) and "kept_ids" not in batch:
         raise DataError(
             f"training rollouts truncate ({truncation(rollout)}), and the trajectories of {type(workflow).__name__} "

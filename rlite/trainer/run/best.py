@@ -48,8 +48,7 @@ class BestModel:
     def restore(self) -> str:
         """Go on with the model that the folder holds.
 
-        Returns:
-            Why the next evaluation replaces that model in any case; "" if it does not.
+        Returns why the next evaluation replaces that model in any case; "" if it does not.
         """
         if self._metric is None or not (self._folder / BEST).is_dir():
             return ""
@@ -62,13 +61,7 @@ class BestModel:
         return f"{BEST}/ has been chosen by {_described(facts)}, and trainer.best_metric is {_described(wanted)} now"
 
     def see(self, step: int, metrics: Mapping[str, float], save: Callable[[Path], None]) -> None:
-        """Save the model if its evaluation is the best so far.
-
-        Args:
-            step: step of the evaluated weights.
-            metrics: metrics of the evaluation.
-            save: writes the evaluated model into a folder, whole or not at all, unless it is there.
-        """
+        """Save the model if its evaluation is the best so far."""
         if self._metric is None:
             return
         where = f"trainer.best_metric={self._metric}: the evaluation at step {step}"
@@ -101,11 +94,7 @@ class Thresholds:
     def see(self, metrics: Mapping[str, float]) -> str:
         """Take an evaluation.
 
-        Args:
-            metrics: metrics of the evaluation.
-
-        Returns:
-            Why the run stops: all thresholds are reached by the newest values. "" if it goes on.
+        Returns why the run stops: all thresholds are reached by the newest values. "" if it goes on.
         """
         for name in self._stop_at:
             tell_if_missing(name, metrics, self._missed, f"trainer.stop_at={name}: an evaluation", "it stops nothing")
@@ -125,12 +114,7 @@ class Thresholds:
 def tell_if_missing(metric: str, metrics: Mapping[str, float], told: set[str], where: str, effect: str) -> None:
     """Log the first time that an evaluation of the metric's set lacks the metric, such as majority@k without answers.
 
-    Args:
-        metric: logged name of the metric.
-        metrics: metrics of evaluations, maybe of other sets.
-        told: metrics that were missing before; the metric is added.
-        where: option and evaluation, in words.
-        effect: what follows, in words.
+    `told`: metrics that were missing before; the metric is added.
     """
     is_of_set = any(key.rpartition("/")[0] == metric.rpartition("/")[0] for key in metrics)
     if is_of_set and metric not in metrics and metric not in told:
@@ -156,11 +140,7 @@ def evaluation_facts(model: Path) -> dict[str, Any]:
 
 
 def write_evaluation_facts(model: Path, facts: Mapping[str, Any]) -> None:
-    """Write facts for `evaluation_facts` into the folder of a model.
-
-    Raises:
-        StorageError: they cannot be written.
-    """
+    """Write facts for `evaluation_facts` into the folder of a model."""
     with writing(model / FACTS):
         files.replace(model / FACTS, json.dumps(facts).encode())
 
@@ -172,12 +152,7 @@ def _described(goal: Mapping[str, Any]) -> str:
 
 
 def is_lowest_best(options: RunOptions, metric: str) -> bool:
-    """Return whether the lowest value of a metric is the best, by `best_is_highest` or by the metric's name.
-
-    Args:
-        options: the run's options.
-        metric: name of a metric of evaluations.
-    """
+    """Return whether the lowest value of a metric is the best, by `best_is_highest` or by the metric's name."""
     if metric == options.best_metric and options.best_is_highest is not None:
         return not options.best_is_highest
     return is_loss(metric)
@@ -191,12 +166,7 @@ def is_loss(metric: str) -> bool:
 def check_evaluated(options: RunOptions, evaluated: Sequence[str]) -> None:
     """Check that evaluations have the metrics of `best_metric` and `stop_at`.
 
-    Args:
-        options: the run's options.
-        evaluated: metrics of the evaluations; empty if the run evaluates nothing.
-
-    Raises:
-        ConfigError: there are no evaluations, or the evaluations have no such metric.
+    `evaluated`: metrics of the evaluations; empty if the run evaluates nothing.
     """
     best = [] if options.best_metric is None else [("best_metric", options.best_metric)]
     for option, name in [*best, *(("stop_at", name) for name in options.stop_at)]:

@@ -35,12 +35,7 @@ class Checkpoints:
         self.found = self._find(wanted)
 
     def _find(self, wanted: str | None) -> Path | None:
-        """Return the checkpoint to resume from; None for a new run.
-
-        Raises:
-            CheckpointError: the checkpoint does not exist.
-            DamagedCheckpointError: all are damaged.
-        """
+        """Return the checkpoint to resume from; None for a new run."""
         if wanted is None:
             return None
         if wanted in ("latest", "latest_good"):
@@ -71,15 +66,7 @@ class Checkpoints:
     def restore(self, engine: RliteTrainEngine, beside: Mapping[str, RliteTrainEngine]) -> dict[str, Any]:
         """Load the found checkpoint into the engines. An engine is loaded completely or not at all.
 
-        Args:
-            engine: the main engine.
-            beside: further engines by name.
-
-        Returns:
-            The checkpoint's facts; {} for a new run.
-
-        Raises:
-            DamagedCheckpointError: it is damaged; the message names the last good one.
+        Returns the checkpoint's facts; {} for a new run.
         """
         path = self.found
         if path is None:
@@ -112,12 +99,7 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint and delete old ones. Errors of the previous write are raised here, too.
 
-        Args:
-            step: number of the step.
-            engine: the main engine.
-            beside: further engines by name.
-            facts: values that JSON can hold.
-            kept: plain values and tensors.
+        `facts`: values that JSON can hold.
         """
         self.finish()
         path = self._folder / f"step-{step}"
@@ -143,11 +125,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the last write, then delete surplus checkpoints.
-
-        Raises:
-            errors: CheckpointError if it could not be written. It does not exist then, and earlier ones still do.
-        """
+        """Wait for the last write, then delete surplus checkpoints."""
         errors = []
         while self.under_way:
             try:
@@ -170,8 +148,7 @@ class Checkpoints:
     def set_aside(self) -> tuple[list[Path], Path | None]:
         """Rename unconfirmed checkpoints of this run to `diverged-N`, which is never found as the latest.
 
-        Returns:
-            Their new paths, and the newest remaining checkpoint, if any.
+        Returns their new paths, and the newest remaining checkpoint, if any.
         """
         with suppress(CheckpointError):  # a write that failed is not there
             self.finish()

@@ -20,15 +20,7 @@ NOT_FINITE = "the loss or the gradients are not finite, the weights are"
 
 
 def alarm(run: TrainingRun, metrics: Mapping[str, float]) -> None:
-    """Report the first of several bad steps.
-
-    Args:
-        run: the run.
-        metrics: metrics of the step.
-
-    Raises:
-        DivergedError: there were too many bad steps, or the weights are not finite.
-    """
+    """Report the first of several bad steps."""
     damage = run.saved.nonfinite_weights()
     cause = damage or run.watch.cause
     if damage or run.watch.has_diverged:
@@ -43,16 +35,7 @@ def alarm(run: TrainingRun, metrics: Mapping[str, float]) -> None:
 
 
 def raise_diverged(run: TrainingRun, cause: str, source: BaseException | None = None) -> NoReturn:
-    """End the run with an error. `latest` now ignores checkpoints that no good step followed.
-
-    Args:
-        run: the run.
-        cause: why it has diverged.
-        source: exception behind the cause.
-
-    Raises:
-        DivergedError: always.
-    """
+    """End the run with an error. `latest` now ignores checkpoints that no good step followed."""
     aside, good = run.saved.checkpoints.set_aside()
     bad = "an earlier one, if the metrics were bad before"
     way = f"Resume with trainer.load_ckpt_from={good} (or {bad}), and" if good else "Start over"
@@ -64,12 +47,7 @@ def raise_diverged(run: TrainingRun, cause: str, source: BaseException | None = 
 
 
 def explain(run: TrainingRun, error: DivergedError | RolloutError) -> None:
-    """End a run whose generation failed because its weights or logits are not finite; do nothing for another cause.
-
-    Args:
-        run: the run.
-        error: failure of the generation.
-    """
+    """End a run whose generation failed because its weights or logits are not finite; do nothing for another cause."""
     failure = error if isinstance(error, DivergedError) else error.__cause__
     is_named = isinstance(failure, DivergedError | NonFiniteError)
     cause = str(failure) if is_named else run.saved.nonfinite_weights()

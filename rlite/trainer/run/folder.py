@@ -26,14 +26,7 @@ RESULTS = "results.json"
 
 
 def lock(folder: Path) -> FolderLock:
-    """Keep other runs out of a folder, which is made if it is not there.
-
-    Returns:
-        The lock.
-
-    Raises:
-        FolderInUse: another run of this or another process is using the folder.
-    """
+    """Keep other runs out of a folder, which is made if it is not there."""
     in_use = f"trainer.save_dir={folder}: another run is under way there; choose another folder"
     return lock_folder(folder, LOCK, in_use, is_kept=True)
 

@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 def restore(run: TrainingRun, /, engine: RliteTrainEngine, **others: RliteTrainEngine) -> dict[str, Any]:
     """Take the engines that this run saves, and load the checkpoint to resume from into them.
 
-    Args:
-        run: the run.
-        engine: the engine of the main model. Its weights go into latest/.
-        **others: further engines. Their weights go into NAME_latest/.
-
-    Returns:
-        The facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
+    `engine`: the engine of the main model. Its weights go into latest/. `**others`: further engines. Their weights go
+    into NAME_latest/. Returns the facts that were saved; {} for a new run. See `SavedState.restore` for what it raises.
     """
     facts = run.saved.restore(engine, others)
     run.step = facts.get("step", 0)
@@ -41,13 +36,6 @@ def open_run(run: TrainingRun) -> None:
     """Write the resolved config, and start the observers and the callbacks.
 
     From here to `close`, Ctrl-C and SIGTERM wait for the end of the step.
-
-    Args:
-        run: the run.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
-        CallbackError: a callback raised an exception.
     """
     stats_tracker.export()  # a run that was stopped in a step may have left what belongs to no step of this one
     run.saved.open()
@@ -69,14 +57,7 @@ def save(run: TrainingRun, /, kept: Mapping[str, Any] | None = None, **facts: An
 
     After a skipped update nothing is written, except for the state at the very end. This state replaces no other state.
 
-    Args:
-        run: the run.
-        kept: plain values and tensors that `restore` returns.
-        **facts: further values that `restore` returns. They must be representable in JSON.
-
-    Raises:
-        DivergedError: the weights are not finite. Nothing is written.
-        KeyboardInterrupt: the run was interrupted, and its checkpoint is written.
+    `**facts`: further values that `restore` returns. They must be representable in JSON.
     """
     is_suspect = run.watch.num_bad > 0
     if not is_suspect and (damage := run.saved.nonfinite_weights()):
@@ -105,16 +86,7 @@ def save(run: TrainingRun, /, kept: Mapping[str, Any] | None = None, **facts: An
 
 
 def close(run: TrainingRun) -> None:
-    """Wait for the last checkpoint, notify the callbacks, then close the observers.
-
-    Args:
-        run: the run.
-
-    Raises:
-        CheckpointError: the last checkpoint could not be written.
-        DivergedError: the last steps were bad.
-        errors: the error of a callback that raised one, if it ended the run.
-    """
+    """Wait for the last checkpoint, notify the callbacks, then close the observers."""
     try:
         with run:
             run.saved.checkpoints.finish()
@@ -131,12 +103,7 @@ def close(run: TrainingRun) -> None:
 def end_if_interrupted(run: TrainingRun, /, advice: str = "") -> None:
     """End the run if a signal asks for it. What is not saved is lost.
 
-    Args:
-        run: the run.
-        advice: how to continue; "" if nothing new can be said.
-
-    Raises:
-        KeyboardInterrupt: the run was interrupted.
+    `advice`: how to continue; "" if nothing new can be said.
     """
     if run.is_interrupted:
         run.close()
@@ -147,9 +114,7 @@ def end_if_interrupted(run: TrainingRun, /, advice: str = "") -> None:
 def stop(run: TrainingRun, /, reason: str) -> None:
     """End the run after this step, with a checkpoint. The same command does not go on after it.
 
-    Args:
-        run: the run.
-        reason: cause, in words, for the console and for the checkpoint; not empty.
+    `reason`: cause, in words, for the console and for the checkpoint; not empty.
     """
     if not run.stop_reason:
         run.stop_reason = reason
@@ -157,43 +122,21 @@ def stop(run: TrainingRun, /, reason: str) -> None:
 
 
 def evaluated(run: TrainingRun, /, metrics: Mapping[str, float], is_trained: bool = True) -> None:
-    """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`.
-
-    Args:
-        run: the run.
-        metrics: metrics of the evaluation.
-        is_trained: whether the evaluated model has been trained.
-    """
+    """Notify the callbacks of an evaluation, and stop if a trained model reaches `stop_at`."""
     run.notify("on_evaluate", metrics)
     if is_trained and (reason := run.thresholds.see(metrics)):
         run.stop(reason)
 
 
 def log(run: TrainingRun, /, metrics: Mapping[str, float]) -> None:
-    """Log numbers of a callback with the last finished step, in a line of their own.
-
-    Args:
-        run: the run.
-        metrics: values by name.
-
-    Raises:
-        TypeError: a value is no number.
-    """
+    """Log numbers of a callback with the last finished step, in a line of their own."""
     numbers = {str(name): float(value) for name, value in metrics.items()}
     for each in run.observers:
         each.on_added(run, numbers)
 
 
 def set_coefficients(run: TrainingRun, /, **values: float) -> None:
-    """Change coefficients from the next step on, in place of their options and schedules.
-
-    Args:
-        run: the run.
-        **values: coefficients by the names of their schedules, such as `entropy_coef`.
-
-    Raises:
-        ConfigError: a name is unknown, a value is out of range, or a coefficient cannot change in this run.
-    """
+    """Change coefficients from the next step on, in place of their options and schedules."""
     if run.coefficients is None:
         raise ConfigError("run.set: this trainer has no coefficients that change; ppo, grpo and distill have some")
     if "jsonl" not in run.options.sinks:
@@ -202,12 +145,7 @@ def set_coefficients(run: TrainingRun, /, **values: float) -> None:
 
 
 def save_before_bad_data(run: TrainingRun, save: Callable[[], object]) -> None:
-    """Save the finished steps of a run that ends because streamed data cannot be used.
-
-    Args:
-        run: the run.
-        save: saves it.
-    """
+    """Save the finished steps of a run that ends because streamed data cannot be used."""
     if not run.step:
         return
     if not run.is_save_due():  # else it is saved already

@@ -49,13 +49,7 @@ class Observer(Callback):
         """Take the metrics of a step's update, before its evaluations. `run.batch` is what was trained on."""
 
     def on_answers(self, run: TrainingRun, step: int, evaluations: Sequence[Any]) -> None:
-        """Take evaluations by answers.
-
-        Args:
-            run: the run.
-            step: finished steps of the evaluated weights.
-            evaluations: evaluations with their episodes.
-        """
+        """Take evaluations by answers."""
 
     def on_log(self, run: TrainingRun, metrics: Metrics) -> None:
         """Take metrics of evaluations that are logged in a line of their own."""
@@ -76,10 +70,7 @@ class Console:
     def report(self, title: str, rows: Rows, style: str = "") -> None:
         """Show a titled table.
 
-        Args:
-            title: title of the table.
-            rows: names and values.
-            style: style of the title; "" is plain.
+        `style`: style of the title; "" is plain.
         """
 
     def alarm(self, title: str, rows: Rows) -> None:

@@ -30,20 +30,12 @@ class ProgramObjects:
     """callbacks besides those of `trainer.callbacks`"""
 
     def source(self, source: Source) -> Source:
-        """Return a table that an option names, with the rows that the program gives in its place.
-
-        Args:
-            source: the table, of `test_data` or of the data to train on.
-        """
+        """Return a table that an option names, with the rows that the program gives in its place."""
         is_test = source.key.split(".")[0] == KEY
         return source._replace(rows=self.test_rows.get(source.key) if is_test else self.rows)
 
     def functions(self, key: str = REWARD) -> Mapping[str, Callable[..., Any]]:
-        """Return the reward functions that take the place of those that a group of options names, by name.
-
-        Args:
-            key: `reward`, or the group of a set.
-        """
+        """Return the reward functions that take the place of those that a group of options names, by name."""
         return self.rewards.get(key, {})
 
 

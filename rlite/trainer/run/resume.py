@@ -49,14 +49,7 @@ STARTED = "started"
 
 
 def wanted_checkpoint(resolved: Any) -> str | None:
-    """Return the checkpoint to resume from: a path, "latest" or "latest_good"; None for a new run.
-
-    Args:
-        resolved: the trainer's config.
-
-    Raises:
-        ConfigError: the folder holds another run.
-    """
+    """Return the checkpoint to resume from: a path, "latest" or "latest_good"; None for a new run."""
     options = resolved.trainer
     overwrites = options.overwrite and not has_begun()
     folder = Path(options.save_dir)
@@ -66,11 +59,7 @@ def wanted_checkpoint(resolved: Any) -> str | None:
 def started_at(resolved: Any) -> datetime:
     """Return the time at which the run started that is resumed, else the present.
 
-    Args:
-        resolved: the trainer's config. Its group `trainer` has the options of the run.
-
-    Raises:
-        ConfigError: the folder holds another run.
+    `resolved`: the trainer's config. Its group `trainer` has the options of the run.
     """
     wanted = wanted_checkpoint(resolved)
     if wanted is None:
@@ -99,17 +88,8 @@ def checkpoint_to_load(
 
     A run that ended before its first step leaves no results, so a run with other options may start in its folder.
 
-    Args:
-        folder: the run's folder; it need not exist.
-        load_ckpt_from: a path, "latest", "latest_good", or None.
-        is_overwritten: start a new run, regardless of the content of the folder.
-        options: the run's config, as `rlite.config.to_container` gives it.
-
-    Returns:
-        A path, "latest" or "latest_good"; None for a new run.
-
-    Raises:
-        ConfigError: the folder holds the results of another run. Nothing is changed.
+    `folder`: the run's folder; it need not exist. `load_ckpt_from`: a path, "latest", "latest_good", or None. Returns a
+    path, "latest" or "latest_good"; None for a new run.
     """
     used = [name for name in TRACES if (folder / name).exists()]
     if is_overwritten or not used or not begins_anew(folder, load_ckpt_from):

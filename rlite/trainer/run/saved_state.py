@@ -44,17 +44,7 @@ class SavedState:
     def restore(self, engine: RliteTrainEngine, others: Mapping[str, RliteTrainEngine]) -> dict[str, Any]:
         """Lock the folder, take the engines to save, and load the checkpoint to resume from into them.
 
-        Args:
-            engine: the engine of the main model.
-            others: further engines.
-
-        Returns:
-            The facts that were saved; {} for a new run.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be loaded, belongs to another trainer, or holds weights that are not
-                finite.
-            ConfigError: the folder cannot be written to, or another run is under way there.
+        Returns the facts that were saved; {} for a new run.
         """
         self._engine, self._others = engine, others
         with self._writing():
@@ -70,11 +60,7 @@ class SavedState:
         return facts
 
     def open(self) -> None:
-        """Write the resolved config, after removing what belongs to no step of this run.
-
-        Raises:
-            ConfigError: the folder cannot be written to.
-        """
+        """Write the resolved config, after removing what belongs to no step of this run."""
         with self._writing():
             if self.begins_empty:
                 clear(self.folder)
@@ -118,10 +104,7 @@ class SavedState:
     def write_state(self, step: int, facts: Mapping[str, Any], kept: Mapping[str, Any] | None) -> None:
         """Write a checkpoint, maybe in the background.
 
-        Args:
-            step: finished steps.
-            facts: values that JSON can hold.
-            kept: plain values and tensors.
+        `facts`: values that JSON can hold.
         """
         own = {"config": self._kind, STARTED: self._started.isoformat()}
         self.checkpoints.save(step, self._engine, self._others, {**own, **facts}, kept)

@@ -46,8 +46,7 @@ class EvaluationSchedule:
     def resume(self, owed: Iterable[str]) -> None:
         """Continue from a checkpoint.
 
-        Args:
-            owed: sets whose evaluation the checkpoint lacks. The others are evaluated.
+        `owed`: sets whose evaluation the checkpoint lacks. The others are evaluated.
         """
         self._owed = self.intervals.keys() & owed
         if self._run.step:
@@ -67,10 +66,7 @@ def interval(every: int) -> str:
 def sampling_plan(temperature: float, top_p: float, top_k: int) -> str:
     """Return how tokens are sampled, in words.
 
-    Args:
-        temperature: 0 is greedy.
-        top_p: 1 is off.
-        top_k: 0 and -1 are off.
+    `temperature`: 0 is greedy. `top_p`: 1 is off. `top_k`: 0 and -1 are off.
     """
     if not temperature:
         return "greedy"

@@ -125,12 +125,7 @@ class TrainerLoop(ABC):
         """Save the run by `run.save`, with the trainer's own state."""
 
     def _repeated(self, act: Callable[[], T], is_counted: bool = True) -> T:
-        """Return the result of an action on the engines. A trainer that recovers repeats it if workers are lost.
-
-        Args:
-            act: acts on the engines.
-            is_counted: the step counts already: the action is on its result, and not a part of it.
-        """
+        """Return the result of an action on the engines. A trainer that recovers repeats it if workers are lost."""
         return act()
 
     # -- the steps of the loop -----------------------------------------------------------------------------------
@@ -138,12 +133,7 @@ class TrainerLoop(ABC):
     def _end_step(self, batch: TensorDict, metrics_of: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Count a step, evaluate what is due, log the step, and save if that is due.
 
-        Args:
-            batch: what was trained on.
-            metrics_of: returns the metrics of the step, after it is counted.
-
-        Returns:
-            The metrics of the step, and of evaluations after it.
+        Returns the metrics of the step, and of evaluations after it.
         """
         run = self.run
         run.step, run.batch = run.step + 1, batch
@@ -173,11 +163,7 @@ class TrainerLoop(ABC):
     def _evaluate_and_judge(self, is_saving: bool = False) -> dict[str, float]:
         """Make or begin the evaluations that are due, and judge the model by those that have ended.
 
-        Args:
-            is_saving: a checkpoint is about to be written, which meets no evaluation of an earlier step.
-
-        Returns:
-            The newest metrics; older ones are logged.
+        Returns the newest metrics; older ones are logged.
         """
         metrics: dict[str, float] = {}
         while self._is_evaluation_due(is_saving):
@@ -209,8 +195,7 @@ class TrainerLoop(ABC):
     def _save_after_evaluations(self) -> dict[str, float]:
         """Save the run, after evaluations that have become due since its last step, or must not meet the checkpoint.
 
-        Returns:
-            The metrics of these evaluations.
+        Returns the metrics of these evaluations.
         """
         if metrics := self._evaluate_and_judge(is_saving=True):
             self.run.log_evaluation(metrics)
@@ -283,15 +268,7 @@ class TrainingRun:
         return INTERRUPTION.asked is not None
 
     def log_step(self, metrics: dict[str, float]) -> None:
-        """Log the metrics of the step that has just ended.
-
-        Args:
-            metrics: values by name.
-
-        Raises:
-            CheckpointError: the last checkpoint could not be written in the background.
-            DivergedError: too many steps were bad.
-        """
+        """Log the metrics of the step that has just ended."""
         for each in self.observers:
             each.on_step(self, metrics)
         if self.saved.checkpoints.under_way:
@@ -311,13 +288,6 @@ class TrainingRun:
         """Explain failures of generation inside the `with` block by weights or logits that are not finite.
 
         Before the first step, and for any other cause, the failure itself is raised.
-
-        Yields:
-            None.
-
-        Raises:
-            DivergedError: generation failed because the trained weights, or their logits, are not finite.
-            RolloutError: generation failed for another cause.
         """
         try:
             yield
@@ -417,9 +387,6 @@ def step_metrics(batch: TensorDict) -> dict[str, float]:
     """Return the metrics that `stats_tracker` gathered in this step, and tokens per second.
 
     Timings are called "seconds_PHASE", and "seconds" for the whole step.
-
-    Args:
-        batch: the sequences of the step.
     """
     renamed = {key.replace("timeperf/", "seconds_"): value for key, value in stats_tracker.export().items()}
     metrics = {"seconds" if key == "seconds_step" else key: value for key, value in renamed.items()}

@@ -35,18 +35,7 @@ ROW = "sampler_row"
 def sampled(
     callbacks: Sequence[Callback], rows: Rows, uniform: PromptStream, batch_size: int, seed: int
 ) -> PromptStream:
-    """Return the stream of the sampler among the callbacks of a run; the uniform stream if there is none.
-
-    Args:
-        callbacks: callbacks of the run.
-        rows: the training data.
-        uniform: stream of the same rows without a sampler.
-        batch_size: rows of a batch.
-        seed: trainer.seed.
-
-    Raises:
-        ConfigError: there are several samplers, or the rows are streamed.
-    """
+    """Return the stream of the sampler among the callbacks of a run; the uniform stream if there is none."""
     found = [each for each in callbacks if isinstance(each, PromptSampler)]
     if not found:
         return uniform
@@ -103,11 +92,7 @@ class SampledPrompts(PromptStream):
             return {**super().state_dict(), "pending": [[each.number, list(each.rewards)] for each in self._pending]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the results that were not observed. A checkpoint of the uniform order has none.
-
-        Raises:
-            CheckpointError: the state is of other rows.
-        """
+        """Continue with the results that were not observed. A checkpoint of the uniform order has none."""
         super().load_state_dict(state)
         self._pending = [PromptResult(number, tuple(rewards)) for number, rewards in state.get("pending", ())]
 
@@ -124,15 +109,7 @@ class SampledPrompts(PromptStream):
 
 @contextmanager
 def blamed(sampler: PromptSampler, method: str) -> Iterator[None]:
-    """Name the sampler in an exception that its code raises inside of the block.
-
-    Yields:
-        None.
-
-    Raises:
-        CallbackError: the sampler's own code raised an exception.
-        RliteError: it raised an error of rlite, which says what is wrong.
-    """
+    """Name the sampler in an exception that its code raises inside of the block."""
     try:
         yield
     except RliteError:
@@ -170,12 +147,7 @@ class ObservedGroups(Generated):
 
 
 def results_of(batch: TensorDict, is_one_group: bool = False) -> list[PromptResult]:
-    """Return the rewards of each prompt of a batch, in the order of the groups.
-
-    Args:
-        batch: has `sampler_row`.
-        is_one_group: all rows are of one group, and `group_ids` do not count.
-    """
+    """Return the rewards of each prompt of a batch, in the order of the groups."""
     first, rewards = first_rows(batch), trajectory_rewards(batch)
     numbers = batch[ROW][first]
     groups = torch.zeros_like(numbers) if is_one_group else batch["group_ids"][first]

@@ -65,12 +65,7 @@ class Blocks:
         self._phases = [*thought, self._text] if self._mark else [self._start, *thought, self._text]
 
     def feed(self, text: str, is_last: bool = False) -> Iterator[BlockEvent]:
-        """Yield what further text does.
-
-        Args:
-            text: the next text outside of calls.
-            is_last: no further text comes.
-        """
+        """Yield what further text does."""
         self._held += text
         while self._phases and (yield from self._phases[0](is_last)):
             del self._phases[0]
@@ -160,12 +155,7 @@ def blocks_of(exchange: Exchange, choice: Choice) -> list[Block]:
 async def block_events(
     exchange: Exchange, events: AsyncIterator[Delta | Choice]
 ) -> AsyncGenerator[BlockEvent | Choice | None, None]:
-    """Yield None when the answer begins, what happens to its blocks, and the whole choice when it has ended.
-
-    Args:
-        exchange: the request, which wants one answer.
-        events: the parts of the answer as they arrive.
-    """
+    """Yield None when the answer begins, what happens to its blocks, and the whole choice when it has ended."""
     found = Blocks(exchange.prompt(0).text)
     is_begun = False
     async for event in events:

@@ -92,10 +92,7 @@ def text_of(parts: Iterable[TextPart] | None) -> str:
 def called(id: str, name: str, arguments: Any) -> dict[str, Any]:
     """Return a call of a tool as chat templates take it.
 
-    Args:
-        id: the id of the call.
-        name: the name of the tool.
-        arguments: values by parameter, or their JSON text. Templates get a text that is no JSON object as it is.
+    `arguments`: values by parameter, or their JSON text. Templates get a text that is no JSON object as it is.
     """
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
@@ -130,8 +127,7 @@ class Tool(JsonObject):
     def function(self, parameters: Any) -> dict[str, Any]:
         """Return the tool as chat templates take it.
 
-        Args:
-            parameters: the JSON schema, as the request has it.
+        `parameters`: the JSON schema, as the request has it.
         """
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         given = {key: value for key, value in function.items() if value is not None}
@@ -141,10 +137,7 @@ class Tool(JsonObject):
 def functions(tools: Iterable[Tool], body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """Return the tools of a body as chat templates take them.
 
-    Args:
-        tools: the tools, validated.
-        body: the body.
-        key: key of a tool's JSON schema, which is taken as the body has it.
+    `key`: key of a tool's JSON schema, which is taken as the body has it.
     """
     return [tool.function(raw.get(key)) for tool, raw in zip(tools, body.get("tools") or (), strict=True)]
 
@@ -179,11 +172,7 @@ class SamplingBody(JsonObject):
     ignore_eos: Flag | None = None
 
     def applied_to(self, defaults: GenerationHyperparameters) -> GenerationHyperparameters:
-        """Return the sampling parameters of a request, completed by the session's.
-
-        Raises:
-            ApiError: a value is out of range, or two values contradict each other.
-        """
+        """Return the sampling parameters of a request, completed by the session's."""
         changes: dict[str, Any] = {}
         for key in SamplingBody.model_fields:
             name = RENAMED.get(key, key)
@@ -229,16 +218,7 @@ class GenerationBody(StreamBody, SamplingBody):
 
 
 def check_off(body: JsonObject, off: Mapping[str, tuple[Any, ...]], notes: Collection[str]) -> None:
-    """Check the parameters of a body that are not among its fields.
-
-    Args:
-        body: the body.
-        off: parameters that are honoured only at these values.
-        notes: parameters that do not change the answer.
-
-    Raises:
-        ApiError: another parameter is there, or one of `off` has another value.
-    """
+    """Check the parameters of a body that are not among its fields."""
     for key, value in (body.model_extra or {}).items():
         if key not in off and key not in notes:
             raise ApiError(f"the parameter {key!r} is not supported", param=key, code="unsupported_parameter")
@@ -250,16 +230,7 @@ AnyBody = TypeVar("AnyBody", bound=StreamBody)
 
 
 def validated(kind: type[AnyBody], body: Any, model: str) -> AnyBody:
-    """Return a body as its class.
-
-    Args:
-        kind: the class.
-        body: a JSON value.
-        model: the name of the session's model.
-
-    Raises:
-        ApiError: the body is invalid. The error names the first invalid parameter by its path.
-    """
+    """Return a body as its class."""
     if not isinstance(body, Mapping):
         raise ApiError(f"the body is {type(body).__name__}; expected a JSON object", code="invalid_json")
     _check_depth(body)
@@ -279,11 +250,7 @@ def validated(kind: type[AnyBody], body: Any, model: str) -> AnyBody:
 
 
 def _check_depth(body: Any) -> None:
-    """Check that code which looks into the body does not recurse too far.
-
-    Raises:
-        ApiError: the body is nested too deeply.
-    """
+    """Check that code which looks into the body does not recurse too far."""
     level = [body]
     for _ in range(MAX_DEPTH):
         inner = [value.values() if isinstance(value, Mapping) else value for value in level]

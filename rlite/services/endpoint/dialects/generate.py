@@ -57,19 +57,7 @@ class _Body(bodies.StreamBody):
 
 
 def read(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelRequest:
-    """Read a body of /inference/v1/generate.
-
-    Args:
-        body: a JSON value.
-        model: the name of the session's model, which the body need not give.
-        defaults: sampling parameters that the body does not set.
-
-    Returns:
-        The request.
-
-    Raises:
-        ApiError: the body cannot be honoured. The error names the parameter.
-    """
+    """Read a body of /inference/v1/generate."""
     read = bodies.validated(_Body, body, model)
     return ModelRequest(
         **{**read.sampling_params.common(defaults), **read.common(defaults)},
@@ -81,25 +69,14 @@ def read(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelReq
 
 
 def whole(exchange: Exchange, choices: Sequence[Choice], scores: object = None) -> Json:
-    """Return the response to a request that does not stream.
-
-    Args:
-        exchange: the shared fields.
-        choices: all choices, by index.
-        scores: unused, since no request wants log-probabilities of its prompt.
-    """
+    """Return the response to a request that does not stream."""
     parts = [_choice(exchange, choice) for choice in choices]
     about = {"model": exchange.model, "created": exchange.created, "prompt_token_ids": exchange.prompts[0].token_ids}
     return {**_around(exchange, parts), **about, "usage": exchange.usage}
 
 
 async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> AsyncGenerator[Json, None]:
-    """Yield the messages of the response to a request that streams.
-
-    Args:
-        exchange: the shared fields.
-        events: the parts of the choices as they arrive.
-    """
+    """Yield the messages of the response to a request that streams."""
     is_begun = False
     async for event in events:
         if isinstance(event, Choice):

@@ -66,11 +66,7 @@ class _Message(JsonObject):
     ] = ABSENT
 
     def plain(self, at: str) -> Iterator[Message]:
-        """Yield the message as templates take it: results of tools are messages of their own.
-
-        Raises:
-            ApiError: a block cannot stand in a message of this role.
-        """
+        """Yield the message as templates take it: results of tools are messages of their own."""
         for number, part in enumerate(self.content):
             if part.type not in ROLES[self.role]:
                 raise unsupported(f"{at}.content[{number}].type", part.type, f"{ROLES[self.role]} of {self.role}")
@@ -119,17 +115,7 @@ class _Body(bodies.GenerationBody):
 def read(body: Any, model: str, defaults: GenerationHyperparameters, is_generating: bool = True) -> ModelRequest:
     """Read a body of /v1/messages.
 
-    Args:
-        body: a JSON value.
-        model: the name of the session's model.
-        defaults: sampling parameters that the body does not set.
-        is_generating: False counts the tokens of the prompt alone.
-
-    Returns:
-        The request.
-
-    Raises:
-        ApiError: the body cannot be honoured. The error names the parameter.
+    `is_generating`: False counts the tokens of the prompt alone.
     """
     read = bodies.validated(_Body, body, model)
     if read.messages[-1].role == "assistant":
@@ -148,25 +134,14 @@ def read(body: Any, model: str, defaults: GenerationHyperparameters, is_generati
 
 
 def whole(exchange: Exchange, choices: Sequence[Choice], scores: object = None) -> Json:
-    """Return the response to a request that does not stream.
-
-    Args:
-        exchange: the shared fields.
-        choices: the only choice.
-        scores: unused, since no request wants log-probabilities.
-    """
+    """Return the response to a request that does not stream."""
     [choice] = choices
     content = [_whole_block(block) for block in blocks_of(exchange, choice)]
     return _message(exchange, content, len(choice.turn.output_ids), _end(exchange, choice.turn))
 
 
 async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> AsyncGenerator[Json, None]:
-    """Yield the events of the response to a request that streams.
-
-    Args:
-        exchange: the shared fields.
-        events: the parts of the answer as they arrive.
-    """
+    """Yield the events of the response to a request that streams."""
     async for event in block_events(exchange, events):
         if event is None:
             empty = {"stop_reason": None, "stop_sequence": None}
@@ -233,13 +208,7 @@ def _block_messages(event: BlockEvent) -> Iterator[Json]:
 
 
 def counted(exchange: Exchange, choices: object, scores: object = None) -> Json:
-    """Return the number of tokens of a conversation.
-
-    Args:
-        exchange: the request.
-        choices: unused, since nothing is generated.
-        scores: unused.
-    """
+    """Return the number of tokens of a conversation."""
     return {"input_tokens": exchange.num_prompt_tokens}
 
 

@@ -133,19 +133,7 @@ class _CompletionBody(_Body):
 
 
 def read_chat(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelRequest:
-    """Read a body of /chat/completions.
-
-    Args:
-        body: a JSON value.
-        model: the name of the session's model.
-        defaults: sampling parameters that the body does not set.
-
-    Returns:
-        The request.
-
-    Raises:
-        ApiError: the body cannot be honoured. The error names the parameter.
-    """
+    """Read a body of /chat/completions."""
     read = bodies.validated(_ChatBody, body, model)
     return ModelRequest(
         messages=[message.plain(f"messages[{number}]") for number, message in enumerate(read.messages)],
@@ -157,16 +145,7 @@ def read_chat(body: Any, model: str, defaults: GenerationHyperparameters) -> Mod
 
 
 def read_completion(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelRequest:
-    """Read a body of /completions. Arguments and errors are those of `read_chat`.
-
-    Args:
-        body: a JSON value.
-        model: the name of the session's model.
-        defaults: sampling parameters that the body does not set.
-
-    Returns:
-        The request.
-    """
+    """Read a body of /completions. Arguments and errors are those of `read_chat`."""
     read = bodies.validated(_CompletionBody, body, model)
     if read.n * len(read.prompt) > MAX_CHOICES:
         raise invalid("n", read.n, f"at most {MAX_CHOICES} choices, and there are {len(read.prompt)} prompts")
@@ -188,13 +167,7 @@ def read_completion(body: Any, model: str, defaults: GenerationHyperparameters) 
 
 
 def whole(exchange: Exchange, choices: Sequence[Choice], scores: Sequence[PromptLogprobs] | None = None) -> Json:
-    """Return the response to a request that does not stream.
-
-    Args:
-        exchange: the shared fields.
-        choices: all choices, by index.
-        scores: log-probabilities of the prompt and the answer of each choice, if the request needs them.
-    """
+    """Return the response to a request that does not stream."""
     parts = []
     for choice in choices:
         turn, calls = choice.turn, calls_of(choice.turn)
@@ -215,12 +188,7 @@ def whole(exchange: Exchange, choices: Sequence[Choice], scores: Sequence[Prompt
 
 
 async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of the response to a request that streams.
-
-    Args:
-        exchange: the shared fields.
-        events: the parts of the choices as they arrive.
-    """
+    """Yield the chunks of the response to a request that streams."""
     waiting: dict[int, list[tuple[int, float]]] = {}
     starts: Counter[int] = Counter()
     """characters of each choice's tokens before those that wait"""
@@ -286,13 +254,7 @@ def finish_reason(turn: Turn) -> str:
 
 
 def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]], start: int = 0) -> dict[str, Any] | None:
-    """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked.
-
-    Args:
-        exchange: the request.
-        tokens: the tokens with their log-probabilities.
-        start: characters of the choice's tokens before these.
-    """
+    """Return log-probabilities of sampled tokens in the form of the interface; None if the request has not asked."""
     if not exchange.request.has_logprobs:
         return None
     texts = [exchange.token_text(token) for token, _ in tokens]
@@ -311,10 +273,7 @@ def logprobs(exchange: Exchange, tokens: Sequence[tuple[int, float]], start: int
 def scored_logprobs(exchange: Exchange, turn: Turn, scored: PromptLogprobs) -> dict[str, Any]:
     """Return log-probabilities in the form of completions, with the most likely tokens or with those of the prompt.
 
-    Args:
-        exchange: the request.
-        turn: the answer. Its own log-probabilities are those of generation.
-        scored: log-probabilities of the prompt and of the answer, of which the last token may be missing.
+    `turn`: the answer. Its own log-probabilities are those of generation.
     """
     num_prompt, text_of = len(turn.prompt_ids), exchange.token_text
     ids = [*turn.prompt_ids, *turn.output_ids]

@@ -106,19 +106,7 @@ class _Body(bodies.GenerationBody):
 
 
 def read(body: Any, model: str, defaults: GenerationHyperparameters) -> ModelRequest:
-    """Read a body of /v1/responses.
-
-    Args:
-        body: a JSON value.
-        model: the name of the session's model.
-        defaults: sampling parameters that the body does not set.
-
-    Returns:
-        The request.
-
-    Raises:
-        ApiError: the body cannot be honoured. The error names the parameter.
-    """
+    """Read a body of /v1/responses."""
     read = bodies.validated(_Body, body, model)
     read = read.model_copy(update={"max_completion_tokens": read.max_output_tokens})
     system: list[Message] = [{"role": "system", "content": read.instructions}] if read.instructions else []
@@ -168,24 +156,13 @@ def _text_of(item: _MessageItem | _Reasoning) -> str:
 
 
 def whole(exchange: Exchange, choices: Sequence[Choice], scores: object = None) -> Json:
-    """Return the response to a request that does not stream.
-
-    Args:
-        exchange: the shared fields.
-        choices: the only choice.
-        scores: unused, since no request wants log-probabilities.
-    """
+    """Return the response to a request that does not stream."""
     [choice] = choices
     return _response(exchange, blocks_of(exchange, choice), choice.turn)
 
 
 async def stream(exchange: Exchange, events: AsyncIterator[Delta | Choice]) -> AsyncGenerator[Json, None]:
-    """Yield the events of the response to a request that streams.
-
-    Args:
-        exchange: the shared fields.
-        events: the parts of the answer as they arrive.
-    """
+    """Yield the events of the response to a request that streams."""
     blocks: list[Block] = []
     numbers = count()
     async for event in block_events(exchange, events):
