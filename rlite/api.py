@@ -152,11 +152,7 @@ def evaluate(
 
 
 def _trainer(algorithm: Any) -> Any:
-    """Return a class of trainers by the name of its command, or the class itself.
-
-    Raises:
-        ConfigError: there is no such command, or the class extends no trainer.
-    """
+    """Return a class of trainers by the name of its command, or the class itself."""
     if isinstance(algorithm, str) and algorithm in TRAINERS:
         return TRAINERS[algorithm].find_trainer()
     if isinstance(algorithm, type) and issubclass(algorithm, TrainerLoop) and hasattr(algorithm, "config_class"):
@@ -261,11 +257,7 @@ class TrainedRun:
 
 
 def _key(name: str) -> str:
-    """Return the key of an option that may have a short name.
-
-    Raises:
-        UnknownOptionError: the name is nearly that of another keyword.
-    """
+    """Return the key of an option that may have a short name."""
     if name in SHORT:
         return SHORT[name]
     if close := difflib.get_close_matches(name, [*SHORT, "model", "reward", "callbacks"], n=1, cutoff=0.75):
@@ -295,11 +287,7 @@ def as_rows(data: Any) -> Any:
 
 
 def _path(data: Any, key: str) -> str | os.PathLike[str]:
-    """Return the path of data; IN_MEMORY if they are rows of the program.
-
-    Raises:
-        DataError: the data are neither a path nor rows.
-    """
+    """Return the path of data; IN_MEMORY if they are rows of the program."""
     if isinstance(data, str | os.PathLike):
         return data
     if isinstance(data, Mapping):
@@ -314,11 +302,7 @@ def _path(data: Any, key: str) -> str | os.PathLike[str]:
 
 
 def _rows(data: Any, key: str, is_streamed: bool = False) -> Iterable[Row] | None:
-    """Return the rows of a program, unread if they are streamed; None if they have a path.
-
-    Raises:
-        DataError: a row is no mapping, or there are none.
-    """
+    """Return the rows of a program, unread if they are streamed; None if they have a path."""
     if data is None or isinstance(data, str | os.PathLike):
         return None
     if is_streamed:
@@ -335,8 +319,7 @@ def _rows(data: Any, key: str, is_streamed: bool = False) -> Iterable[Row] | Non
 def _split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Callable[..., Any]]]]:
     """Return the options of the rewards of a call, and their functions by group and name.
 
-    Args:
-        given: value of each group of options; None if the call gives none.
+    `given`: value of each group of options; None if the call gives none.
     """
     options: dict[str, Any] = {}
     functions: dict[str, dict[str, Callable[..., Any]]] = {}

@@ -125,11 +125,7 @@ def main() -> None:
 
 
 def print_schema(arguments: Sequence[str]) -> None:
-    """Print the JSON schema of the yaml files that a command reads, or with `--help` the names of the commands.
-
-    Raises:
-        ConfigError: the arguments are not the name of one command.
-    """
+    """Print the JSON schema of the yaml files that a command reads, or with `--help` the names of the commands."""
     if help_topic(arguments) is not None:
         print(f"usage: rlite schema COMMAND\n\nJSON schema of a command's yaml files. Commands: {', '.join(COMMANDS)}")
         return

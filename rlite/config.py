@@ -175,11 +175,7 @@ class Options(BaseModel):
 
 @contextmanager
 def quick_checks() -> Iterator[None]:
-    """Check the options that are made inside of the block without `slow_problems`.
-
-    Yields:
-        None.
-    """
+    """Check the options that are made inside of the block without `slow_problems`."""
     token = _is_quick.set(True)
     try:
         yield
@@ -192,21 +188,6 @@ def load(cls: type[C], argv: Sequence[str], *, aliases: Mapping[str, str] = {}, 
 
     `--import FILE.py` (repeatable) adds to the list `imports`. `--help` prints every key, and `--help GROUP` the keys
     of a group. Both end the program.
-
-    Args:
-        cls: the config's class.
-        argv: arguments of the command line.
-        aliases: other spellings of keys -> the keys that they mean.
-        given: values that win over all, by keys such as "actor.lr", or nested in mappings.
-
-    Returns:
-        The config, validated.
-
-    Raises:
-        UnknownOptionError: for unknown keys, each with the nearest known key; for help on an unknown group.
-        ConfigError: for wrong values, each with its key, its source and what was expected; for missing required keys;
-            for a file that cannot be read. All wrong values and missing keys are reported together.
-        ImportFailed: an item of `imports` cannot be imported.
     """
     if (topic := hints.help_topic(argv)) is not None:
         print(describe(cls, topic))
@@ -240,9 +221,7 @@ def save(config: Options, path: str | Path) -> None:
 def to_container(config: Any, shows: Callable[[str, str, Any], bool] = lambda *given: False) -> Any:
     """Return a config as nested dicts and lists of plain values. Interpolations stay, so secrets do not appear.
 
-    Args:
-        config: a config.
-        shows: called with the key, the text and the value of an interpolation; True gives the value in its place.
+    `shows`: called with the key, the text and the value of an interpolation; True gives the value in its place.
     """
     if isinstance(config, Mapping | Options):
         plain = {key: to_container(value) for key, value in dict(config).items()}
@@ -271,9 +250,7 @@ def inherit(child: C, parent: Options) -> C:
 def changed(group: Options, own: Options | None = None) -> list[str]:
     """Return the options of a group that are not at their defaults.
 
-    Args:
-        group: the group.
-        own: instance with the defaults, which may be those of a preset; default: those of the class.
+    `own`: instance with the defaults, which may be those of a preset; default: those of the class.
     """
     default = dict(own or type(group)())
     return [name for name, value in group if value != default[name]]
@@ -296,13 +273,7 @@ def set_keys(config: Options) -> list[str]:
 def describe(cls: type[Options], topic: str = "", command: str = "") -> str:
     """Return the text of `--help`: the usual keys, then every key by group, with its type, default and sentence.
 
-    Args:
-        cls: the config's class.
-        topic: a group, such as "data" or "actor.optimizer", or a key; "" is everything.
-        command: name of the command, for the usage and the example.
-
-    Raises:
-        UnknownOptionError: there is no such group and no such key. The message names the nearest.
+    `topic`: a group, such as "data" or "actor.optimizer", or a key; "" is everything.
     """
     keys = {path: _describe_key(path, option, value) for path, option, value in _keys(cls, has_entries=True)}
     of_required = tuple(f"{name}." for name, option in cls.model_fields.items() if option.is_required())
@@ -341,11 +312,7 @@ def _preset_values(cls: type[Options]) -> dict[str, Any]:
 
 
 def choices(cls: type[Options]) -> dict[str, list[str]]:
-    """Return the values of each key, as arguments, if its type enumerates them; else [].
-
-    Args:
-        cls: the config's class.
-    """
+    """Return the values of each key, as arguments, if its type enumerates them; else []."""
     return {path: _enumerated(option.annotation) for path, option, _ in _keys(cls)}
 
 
@@ -430,16 +397,7 @@ class _Problems(Generic[C]):
     missing: list[str] = field(default_factory=list)
 
     def merge(self, argv: Sequence[str], aliases: Mapping[str, str], given: Mapping[str, Any]) -> DictConfig:
-        """Return the values of files, arguments and a program, not yet resolved. Later values replace earlier values.
-
-        Args:
-            argv: arguments of the command line.
-            aliases: other spellings of keys.
-            given: values of a program.
-
-        Raises:
-            ConfigError: a file cannot be read or merged, or an argument is not `key=value`.
-        """
+        """Return the unresolved values of files, arguments and a program. Later values replace earlier values."""
         named, overrides = split_arguments(argv, IMPORTS in self.root.model_fields)
         tree = OmegaConf.create({})
         for file in named["--config"]:
@@ -466,10 +424,7 @@ class _Problems(Generic[C]):
     def restrict(self, values: Any, given: Any, path: str) -> Any:
         """Return the resolved values of the given keys. `???` is missing, even if the key has a default.
 
-        Args:
-            values: given values and defaults, resolved.
-            given: given values, not resolved.
-            path: key of the group.
+        `values`: given values and defaults, resolved.
         """
         if isinstance(given, dict):
             below = {name: f"{path}.{name}" if path else str(name) for name in given}
@@ -602,11 +557,7 @@ def _keys(
 ) -> Iterator[tuple[str, FieldInfo, Any]]:
     """Yield every key with its option and its default, which is PydanticUndefined if the key is required.
 
-    Args:
-        cls: the config's class.
-        default: instance that has the defaults, if they are not those of the class.
-        prefix: beginning of each key.
-        has_entries: after a mapping to groups, yield the keys of an entry called NAME.
+    `default`: instance that has the defaults, if they are not those of the class.
     """
     for name, option in cls.model_fields.items():
         group, entry = _group_of(option.annotation), _entry_of(option.annotation)

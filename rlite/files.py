@@ -23,13 +23,7 @@ HEAD = 512
 def replace(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file beside its place, sync it to disk and rename it. A kill or a crash leaves the old file or the new.
 
-    Args:
-        path: the file; what it held before is replaced.
-        content: its new content.
-        mode: permissions, restricted further by the umask.
-
-    Raises:
-        OSError: the file cannot be written.
+    `path`: the file; what it held before is replaced.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -64,16 +58,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 def reading(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
     """Open a regular file to read it. Another kind of file is refused at once: opening a pipe waits for its writer.
 
-    Args:
-        path: the file.
-        folder: folder that the file must be in, when links are followed; None for any place.
-
-    Yields:
-        The file's bytes.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: the path names no regular file, leads out of the folder, or cannot be read.
+    `folder`: folder that the file must be in, when links are followed; None for any place. Yields the file's bytes.
     """
     if folder is not None and not is_inside(path, folder):
         raise OSError(errno.EXDEV, LEADS_OUT, str(path))
@@ -99,15 +84,7 @@ class GrowingFile:
         self._inode, self._head = 0, b""
 
     def new_lines(self, begin: Callable[[], None]) -> Iterator[bytes]:
-        """Yield the lines that are new. A file that was replaced is read again.
-
-        Args:
-            begin: called before the first line of another file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            OSError: the file cannot be read, or is too large.
-        """
+        """Yield the lines that are new. A file that was replaced is read again."""
         with reading(self.path, self.path.parent) as file:
             state, head = os.fstat(file.fileno()), file.read(HEAD)
             if state.st_size > MAX_GROWN:
@@ -128,15 +105,7 @@ class GrowingFile:
 
 
 def expect(holds: bool, problem: str) -> None:
-    """Check a condition of a file's content, for readers that convert every ValueError.
-
-    Args:
-        holds: the condition.
-        problem: the message.
-
-    Raises:
-        ValueError: the condition does not hold.
-    """
+    """Check a condition of a file's content, for readers that convert every ValueError."""
     if not holds:
         raise ValueError(problem)
 
@@ -151,11 +120,7 @@ def sync(path: Path) -> None:
 
 
 def file_name(name: str) -> str:
-    """Return a name that is also the name of files, such as that of an evaluation.
-
-    Raises:
-        ValueError: the name is not valid for a file.
-    """
+    """Return a name that is also the name of files, such as that of an evaluation."""
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"{name!r}: expected letters, digits, _, . and -, and none of . and - first")
     return name

@@ -25,16 +25,9 @@ def text(
 ) -> str:
     """Return the text of `--help`, or the part on one topic.
 
-    Args:
-        keys: the lines of each key, such as "actor.lr".
-        titles: title of each group, such as "actor"; "" is the group of the keys without one.
-        first: keys that come before the groups, or before the other keys if there are no groups.
-        usage: lines that come before all keys.
-        topic: a group, whose groups below it are included, or a key; "" is everything.
-        command: name of the command with a space after it; "" is unknown.
-
-    Raises:
-        UnknownOptionError: there is no such group and no such key. The message names the nearest.
+    `titles`: title of each group, such as "actor"; "" is the group of the keys without one. `topic`: a group, whose
+    groups below it are included, or a key; "" is everything. `command`: name of the command with a space after it; ""
+    is unknown.
     """
     groups: dict[str, list[str]] = {}
     for key in keys if any("." in key for key in keys) else dict.fromkeys([*first, *keys]):
@@ -65,11 +58,7 @@ def help_topic(argv: Sequence[str]) -> str | None:
 def described(key: str, default: str, kind: str, sentence: str) -> str:
     """Return the lines of a key.
 
-    Args:
-        key: such as "actor.lr".
-        default: its default, as an argument.
-        kind: its type and limits in words.
-        sentence: its meaning.
+    `default`: its default, as an argument.
     """
     lines = textwrap.wrap(sentence, output.columns(112), initial_indent="    ", subsequent_indent="    ")
     return "\n".join([f"{key}={default}  ({kind})", *lines])
@@ -112,13 +101,7 @@ OTHER_COMMANDS: Mapping[str, str] = _PAIRS | {other: own for own, other in _PAIR
 
 
 def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> str:
-    """Return a hint for the end of a message: the keys that are probably meant, or all keys of the group.
-
-    Args:
-        key: the unknown key.
-        known: the keys that exist.
-        usual: keys that are preferred among several that contain the words of the unknown key.
-    """
+    """Return a hint for the end of a message: the keys that are probably meant, or all keys of the group."""
     same = ".".join(OTHER_COMMANDS.get(part, part) for part in key.split("."))
     if same != key and (meant := [path for path in (same, f"{same}.path") if path in known]):
         return _any_of(meant)
@@ -137,13 +120,7 @@ def nearest_key(key: str, known: Sequence[str], usual: Collection[str] = ()) -> 
 
 
 def set_by(message: str, group: str, sources: Mapping[str, str]) -> str:
-    """Return which options of a message a file or a preset has set, as its end; "" if the user's command has.
-
-    Args:
-        message: text that names options by their key, or `name=value` in their own group.
-        group: key of the group that the message is about.
-        sources: source of each value, by its key.
-    """
+    """Return which options of a message a file or a preset has set, as its end; "" if the user's command has."""
     found = []
     for key, source in sorted(sources.items()):
         own = f"({re.escape(key)}\\b|{re.escape(key.removeprefix(f'{group}.'))}=)"
@@ -199,13 +176,7 @@ def single_or_named(schema: dict[str, Any]) -> None:
 def check_name(key: str, name: str, options: Collection[str] = ()) -> None:
     """Check the name of one of several groups.
 
-    Args:
-        key: key of the groups, for messages.
-        name: the name; UNNAMED is one.
-        options: names of the options of a group.
-
-    Raises:
-        ConfigError: the name has other characters, begins with a hyphen, or is that of an option.
+    `name`: the name; UNNAMED is one.
     """
     if name in options or (name != UNNAMED and not _NAME.fullmatch(name)):
         none_of = f"; it is none of its options ({', '.join(options)})" if options else ""
@@ -215,14 +186,7 @@ def check_name(key: str, name: str, options: Collection[str] = ()) -> None:
 def by_name(given: Any, key: str, is_plain: Mapping[str, bool], group: type) -> Any:
     """Return groups by name. The options of a single group get the name UNNAMED.
 
-    Args:
-        given: value of the option that holds the groups.
-        key: name of this option.
-        is_plain: whether an option of a group takes no mapping, by its name; each group needs the first option.
-        group: class of all groups.
-
-    Raises:
-        ConfigError: some options have the name of a group and others have none, or a name cannot be one.
+    `is_plain`: whether an option of a group takes no mapping, by its name; each group needs the first option.
     """
     first = next(iter(is_plain))
     if isinstance(given, str):

@@ -17,42 +17,20 @@ from rlite.errors import ConfigError, ImportFailed, did_you_mean, own_traceback,
 
 
 def lacking(what: str, extra: str, *packages: str) -> str:
-    """Return the message for packages that are not installed; "" if all are.
-
-    Args:
-        what: beginning of the message, such as "adapters need".
-        extra: extra of rlite that installs the packages.
-        *packages: the names of the packages.
-    """
+    """Return the message for packages that are not installed; "" if all are."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     return f"{what} the package {' and '.join(missing)}: pip install 'rlite[{extra}]'" if missing else ""
 
 
 def require(what: str, extra: str, *packages: str) -> None:
-    """Check that packages are installed. Arguments are those of `lacking`.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Check that packages are installed. Arguments are those of `lacking`."""
     if message := lacking(what, extra, *packages):
         raise ConfigError(message)
 
 
 @contextmanager
 def optional(what: str, extra: str, remedy: str = "") -> Iterator[None]:
-    """Convert the error of an import inside the block to the message of `lacking`.
-
-    Args:
-        what: beginning of the message, such as "adapters need".
-        extra: extra of rlite that installs the package.
-        remedy: another remedy, at the end of the message.
-
-    Yields:
-        None.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Convert the error of an import inside the block to the message of `lacking`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -62,11 +40,7 @@ def optional(what: str, extra: str, remedy: str = "") -> Iterator[None]:
 def import_own_code(name: str) -> None:
     """Import a file or a module of `--import`, once in a process.
 
-    Args:
-        name: path of a Python file, or the dotted name of a module. Modules are also looked for in the working folder.
-
-    Raises:
-        ImportFailed: there is no such file or module, or it raised an exception. The message has the user's traceback.
+    `name`: path of a Python file, or the dotted name of a module. Modules are also looked for in the working folder.
     """
     import_module(name, f"--import {name}")
 
@@ -74,12 +48,7 @@ def import_own_code(name: str) -> None:
 def import_module(name: str, what: str) -> ModuleType:
     """Return the user's file or module as a module, which is imported once in a process.
 
-    Args:
-        name: path of a Python file, or the dotted name of a module. Modules are also looked for in the working folder.
-        what: option and value that name it, for error messages.
-
-    Raises:
-        ImportFailed: there is no such file or module, or it raised an exception. The message has the user's traceback.
+    `name`: path of a Python file, or the dotted name of a module. Modules are also looked for in the working folder.
     """
     is_file = name.endswith(".py")
     if is_file:
@@ -95,26 +64,13 @@ def import_module(name: str, what: str) -> ModuleType:
 
 
 def check_file(name: str, what: str) -> None:
-    """Check that a Python file exists. Arguments are those of `import_module`.
-
-    Raises:
-        ImportFailed: there is no such file.
-    """
+    """Check that a Python file exists. Arguments are those of `import_module`."""
     if not Path(name).is_file():
         raise ImportFailed(f"{what}: no such file in {os.getcwd()}{similar_file(Path(name))}")
 
 
 def find_function(path: str, what: str) -> Callable[..., Any]:
-    """Return the function that a path names. Only paths that the user has written may be given: this imports code.
-
-    Args:
-        path: file.py:function, or package.module:function.
-        what: option and value that name it, for error messages.
-
-    Raises:
-        ConfigError: there is no such function.
-        ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
-    """
+    """Return the function that a path names. Only paths that the user has written may be given: this imports code."""
     home, colon, name = path.rpartition(":")
     if not colon:
         expected = f"the function's name behind it, {path}:FUNCTION" if path.endswith(".py") else "file.py:function"
@@ -167,13 +123,8 @@ def exports(
 
     The `__init__` also imports the names under `if TYPE_CHECKING:`, which type checkers read.
 
-    Args:
-        package: the package's name.
-        names: module -> its public names, separated by spaces; `name=original` gives an object a second name.
-        submodules: modules of the package that are its attributes without having been imported.
-
-    Returns:
-        The list of public names, the loader of a name, and the function that lists names.
+    `names`: module -> its public names, separated by spaces; `name=original` gives an object a second name. Returns the
+    list of public names, the loader of a name, and the function that lists names.
     """
     homes = {name.partition("=")[0]: (home, name.partition("=")[2]) for home in names for name in names[home].split()}
 

@@ -18,10 +18,6 @@ def named(argv: Sequence[str], names: Sequence[str]) -> list[str]:
 
     With the names `model` and `prompt`, `["runs/sft", "2+3=", "n=4"]` is `["model=runs/sft", "prompt=2+3=", "n=4"]`.
     A text without a key is literal: `${...}` in it is no interpolation.
-
-    Args:
-        argv: arguments of the command line.
-        names: keys of the arguments that may be given without one.
     """
     left = list(names)
     return [
@@ -35,13 +31,6 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
 
     With the spellings `{"data": "data.path"}`, `["--data", "test.jsonl"]` is `["data.path=test.jsonl"]`. A value in
     braces belongs to the whole group, so its name stays. Keys inside of a group stay, too: `--data.columns VALUE`.
-
-    Args:
-        argv: arguments of the command line.
-        spellings: names, and the keys that they mean.
-
-    Raises:
-        ConfigError: a name has no value, or is nearly one of the names.
     """
     made, rest = [], iter(argv)
     for argument in rest:
@@ -61,11 +50,7 @@ def spelled(argv: Sequence[str], spellings: Mapping[str, str]) -> list[str]:
 
 
 def split_positional(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without a key, and the others.
-
-    Args:
-        argv: arguments of the command line.
-    """
+    """Return the arguments without a key, and the others."""
     found = [*_classified(argv)]
     return [argument for argument, is_own in found if is_own], [argument for argument, is_own in found if not is_own]
 
@@ -80,15 +65,7 @@ def _classified(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
 
 
 def split_arguments(argv: Sequence[str], has_imports: bool) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
-    """Return the arguments of `--config` and of `--import`, and the pairs of key and value.
-
-    Args:
-        argv: arguments of the command line, without `--help`.
-        has_imports: whether `--import` is known.
-
-    Raises:
-        ConfigError: an argument is none of these.
-    """
+    """Return the arguments of `--config` and of `--import`, and the pairs of key and value."""
     named: dict[str, list[str]] = {"--config": [], "--import": []} if has_imports else {"--config": []}
     overrides: list[tuple[str, str]] = []
     rest = iter(argv)

@@ -31,11 +31,7 @@ def escape_unknown_characters() -> None:
 
 
 def columns(most: int) -> int:
-    """Return the characters of a line: those of the terminal, or `most` if there are more or the output is no terminal.
-
-    Args:
-        most: characters of the longest line that reads well.
-    """
+    """Return the characters of a line: at most `most`, and those of the terminal if the output is one."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return min(most, shutil.get_terminal_size((most, 24)).columns) if is_terminal else most
 
@@ -52,11 +48,7 @@ def has_lost_reader() -> bool:
 
 
 def flush() -> None:
-    """Write everything that is buffered for the standard output.
-
-    Raises:
-        BrokenPipeError: its reader has closed it.
-    """
+    """Write everything that is buffered for the standard output."""
     if sys.stdout is not None:  # it may be closed since the start of the process
         sys.stdout.flush()
 

@@ -57,11 +57,7 @@ class Table(dict[str, Algorithm]):
         return f"unknown {self.kind} {name!r}; {hint}"
 
     def name_of(self, algorithm: str | Algorithm) -> str:
-        """Return the name of an algorithm, or a function's own name if it is not in the table.
-
-        Raises:
-            ConfigError: the name is unknown. The message has the nearest known name.
-        """
+        """Return the name of an algorithm, or a function's own name if it is not in the table."""
         if not callable(algorithm):
             if algorithm not in self:
                 raise ConfigError(self.unknown(algorithm))
@@ -70,13 +66,7 @@ class Table(dict[str, Algorithm]):
         return next(names, getattr(algorithm, "__name__", "without a name"))
 
     def check(self, algorithm: str | Algorithm, options: Mapping[str, Any]) -> Algorithm:
-        """Return the function of this name, or the given function, which can be called with the options.
-
-        Raises:
-            ConfigError: the name is unknown, an option has a value of the wrong kind, or the function takes other
-                arguments than the library gives.
-            UnknownOptionError: the algorithm has no such option.
-        """
+        """Return the function of this name, or the given function, which can be called with the options."""
         name = self.name_of(algorithm)
         function = algorithm if callable(algorithm) else self[algorithm]
         reserved = (*self._reserved, *self.needs.get(name, ()))
@@ -98,9 +88,6 @@ def algorithms(kind: str) -> Table[Callable[..., Any]]:
 
     Before `rlite.algorithms` is imported, no code can have registered another algorithm than the library's. The table
     is then read from the sources. Its functions only have the names of their parameters, of which each has a default.
-
-    Args:
-        kind: kind of the algorithms, such as "policy loss".
     """
     home = sys.modules.get("rlite.algorithms")
     return _declared(kind) if home is None else getattr(home, _TABLES[kind])
@@ -151,19 +138,7 @@ def check_options(
     given: Collection[str],
     reserved: Collection[str] = (),
 ) -> None:
-    """Check that an algorithm can be called with these options.
-
-    Args:
-        function: the algorithm.
-        options: keyword arguments from a config.
-        what: kind and name of the algorithm, for error messages.
-        given: names of the positional arguments that the library gives.
-        reserved: names of the keyword arguments that the library gives.
-
-    Raises:
-        UnknownOptionError: an option is reserved, or not a keyword-only parameter of the function.
-        ConfigError: an option's value is not of the annotated kind, or the function takes other arguments.
-    """
+    """Check that an algorithm can be called with these options."""
     known = {name: kind for name, kind in options_of(function).items() if name not in reserved}
     takes_any = any(each.kind is each.VAR_KEYWORD for each in _signature(function).parameters.values())
     for option, value in options.items():

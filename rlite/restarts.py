@@ -16,8 +16,6 @@ class RestartBudget:
     def allows(self, restarts: Sequence[float], now: float) -> bool:
         """Return whether one more restart may begin.
 
-        Args:
-            restarts: times in seconds at which restarts began.
-            now: the time on the same clock.
+        `restarts`: times in seconds at which restarts began.
         """
         return sum(now - began < self.window_s for began in restarts) < self.max_restarts

@@ -92,16 +92,7 @@ class FaultBoard:
     # The side of the program under test
 
     def reach(self, phase: Phase, role: str, place: str = "") -> None:
-        """Suffer the armed fault, if it is for this phase and role.
-
-        Args:
-            phase: the phase that the process is in.
-            role: role of the process.
-            place: id of the process's node, for faults from outside.
-
-        Raises:
-            InjectedError: the fault is an error.
-        """
+        """Suffer the armed fault, if it is for this phase and role."""
         if (armed := self._read("armed")) is None:
             return
         fault = PhaseFault(**armed)

@@ -19,12 +19,7 @@ def warn_once(logger: logging.Logger, message: str) -> None:
 
 
 def number(key: str, value: float) -> str:
-    """Return a metric's value as text: three digits of seconds, whole tokens per second, four digits of the rest.
-
-    Args:
-        key: name of the metric.
-        value: its value.
-    """
+    """Return a metric's value as text: three digits of seconds, whole tokens per second, four digits of the rest."""
     size = abs(value)
     if not math.isfinite(value):
         return str(value)

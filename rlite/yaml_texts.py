@@ -25,11 +25,7 @@ _MAX_SAVED = 2**18
 
 
 def read_yaml(file: str) -> DictConfig:
-    """Return the mapping in a yaml file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no mapping.
-    """
+    """Return the mapping in a yaml file."""
     try:
         loaded = OmegaConf.load(file)
     except yaml.YAMLError as error:
@@ -60,12 +56,7 @@ _SavedLoader.add_constructor("tag:yaml.org,2002:int", _SavedLoader.construct_yam
 
 
 def read_saved(file: Path) -> dict[str, Any]:
-    """Return the config that a run has saved in its folder. The file may come from anyone.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ConfigError: the file is no config of a run, with the reason.
-    """
+    """Return the config that a run has saved in its folder. The file may come from anyone."""
     try:
         with files.reading(file) as stream:
             content = stream.read(_MAX_SAVED + 1)
@@ -96,15 +87,7 @@ def _reason(error: Exception) -> str:
 
 
 def read_value(key: str, text: str) -> Any:
-    """Return the value of an argument that is written in yaml. `null` and interpolations stay texts.
-
-    Args:
-        key: the argument's key.
-        text: the argument's value.
-
-    Raises:
-        ConfigError: the text is not valid yaml.
-    """
+    """Return the value of an argument that is written in yaml. `null` and interpolations stay texts."""
     if text.lower() in NULLS or "${" in text:
         return text
     try:
@@ -117,15 +100,7 @@ def read_value(key: str, text: str) -> Any:
 
 
 def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
-    """Return a tree in which the keys take the place of their aliases.
-
-    Args:
-        tree: values of a file.
-        aliases: alias of a key -> the key.
-
-    Raises:
-        ConfigError: a key is given by its name and by an alias.
-    """
+    """Return a tree in which the keys take the place of their aliases."""
     for alias, key in aliases.items():
         *groups, leaf = alias.split(".")
         parent = OmegaConf.select(tree, ".".join(groups)) if groups else tree
@@ -140,17 +115,7 @@ def with_aliases(tree: DictConfig, aliases: Mapping[str, str]) -> DictConfig:
 
 
 def merged(tree: DictConfig, read: DictConfig, file: str, first: str) -> DictConfig:
-    """Return a tree with the values of one more file, which replace earlier values.
-
-    Args:
-        tree: values of earlier files.
-        read: values of the file.
-        file: name of the file.
-        first: name of the first file.
-
-    Raises:
-        ConfigError: the values do not fit the earlier ones, or are nested too deeply.
-    """
+    """Return a tree with the values of one more file, which replace earlier values."""
     try:
         return cast(DictConfig, OmegaConf.merge(tree, read))
     except TypeError as error:
@@ -162,15 +127,7 @@ def merged(tree: DictConfig, read: DictConfig, file: str, first: str) -> DictCon
 def enter(tree: DictConfig, key: str, value: Any, source: str) -> None:
     """Write a value into a tree. A mapping is merged into the mapping that is there.
 
-    Args:
-        tree: values of files.
-        key: the value's key, such as `actor.lr`.
-        value: the value.
-        source: place of the present value, for the message.
-
-    Raises:
-        ConfigError: a group of the key is a list.
-        OmegaConfBaseException: the value cannot stand there.
+    `source`: place of the present value, for the message.
     """
     try:
         OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
@@ -207,12 +164,7 @@ def to_yaml(container: Mapping[str, Any]) -> bytes:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings by their whole keys, such as `trainer.seed`.
-
-    Args:
-        tree: the mappings.
-        prefix: beginning of every key.
-    """
+    """Yield the values of nested mappings by their whole keys, such as `trainer.seed`."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -234,10 +186,7 @@ NOT_SET = "nothing"
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str] | None = None) -> list[str]:
     """Return the values that differ, with both of them.
 
-    Args:
-        there: earlier values by their whole keys, as `flat` gives them.
-        here: values to compare.
-        keys: keys to compare; default: all.
+    `keys`: keys to compare; default: all.
     """
     compared = dict.fromkeys([*there, *here]) if keys is None else keys
     pairs = [(key, there.get(key, NOT_SET), here.get(key, NOT_SET)) for key in compared]

@@ -38,12 +38,7 @@ OF_MODELS = ("model_name", "model", "other", "base_model")
 
 
 def check_named_files(options: Options) -> None:
-    """Check that every model, table, reward and Python file that options name exists, unless it is a name on the hub.
-
-    Raises:
-        ConfigError: a model, a table or a function does not exist.
-        ImportFailed: a Python file does not exist, or the file of a reward raised an exception.
-    """
+    """Check that every model, table, reward and Python file of the options exists, unless it is a name on the hub."""
     values = list(flat(options.model_dump()))
     served = {key.rpartition(".")[0] for key, value in values if key.endswith(".url") and value}
     for key, value in values:
@@ -86,12 +81,7 @@ def start(
     With `--json`, the standard output gets the JSON of the command's `output.Result` alone, and the standard error gets
     the text.
 
-    Args:
-        name: name of the command.
-        module: dotted name of the module to import.
-        options: class of the command's options. For a trainer, they are checked and shown before the import.
-        arguments: arguments of the command.
-        function: name of the command's function in the module.
+    `options`: class of the command's options. For a trainer, they are checked and shown before the import.
     """
 
     def main(arguments: Sequence[str]) -> Any:
@@ -119,12 +109,7 @@ def start(
 
 
 def run_module(name: str, options: type[config.Options]) -> NoReturn:
-    """Run the command of a trainer whose module was started by `python -m`, before the module imports torch.
-
-    Args:
-        name: name of the command and of its module in `rlite.trainer`.
-        options: class of the command's options.
-    """
+    """Run the command of a trainer whose module was started by `python -m`, before the module imports torch."""
     start(name, f"rlite.trainer.{name}", options, sys.argv[1:])
     sys.exit()
 
@@ -135,14 +120,7 @@ def run(name: str, main: Callable[[Sequence[str]], Any], arguments: Sequence[str
     The exit status is 1 for an error of rlite, 130 or 143 for SIGINT or SIGTERM, and 141 if the reader of the standard
     output has closed it. Any other exception is a defect or comes from other code, and keeps its traceback.
 
-    Args:
-        name: name of the command.
-        main: the command. The status of an `output.Result` that it returns ends the process if it is not 0.
-        arguments: its arguments.
-
-    Raises:
-        OSError: not caused by a full disk or a limit.
-        BrokenPipeError: of another pipe than the standard output.
+    `main`: the command. The status of an `output.Result` that it returns ends the process if it is not 0.
     """
     INTERRUPTION.follow()
     output.escape_unknown_characters()

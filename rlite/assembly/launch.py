@@ -34,9 +34,6 @@ def session_of(options: LaunchOptions) -> Iterator[None]:
     """Hold a session inside the `with` block: the program's own, or one that ends with the block.
 
     The end of the block releases the engines that were built inside.
-
-    Yields:
-        None.
     """
     if not has_session():
         init_devices(options)
@@ -55,11 +52,7 @@ def session_of(options: LaunchOptions) -> Iterator[None]:
 
 
 def has_waiting_ranks(options: LaunchOptions) -> bool:
-    """Return whether ranks of torchrun serve the next session of this process, and wait until it begins.
-
-    Args:
-        options: options of the command.
-    """
+    """Return whether ranks of torchrun serve the next session of this process, and wait until it begins."""
     is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and options.launcher in (None, "torchrun")
     return is_torchrun and int(os.environ.get("WORLD_SIZE", "1")) > 1
 

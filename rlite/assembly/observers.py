@@ -88,13 +88,6 @@ def run_observers(
     """Return the observers that log and show a run, in the order in which they are called.
 
     Observers before them may enter metrics. Observers after them may say something about a step.
-
-    Args:
-        run: the run.
-        reported: metrics to show.
-        name: name of the command.
-        plan: returns how a step's work is divided, as text by topic.
-        progress: returns the progress of the work under way, in words.
     """
     options = run.config.trainer
     report = RunReport(options, reported, f"rlite {name}", plan, progress)
@@ -139,11 +132,7 @@ class RunRecord(EvaluationRecord):
             self.step(run.batch)
 
     def step(self, batch: TensorDict) -> None:
-        """Record the finished step.
-
-        Args:
-            batch: the batch as it was trained on.
-        """
+        """Record the finished step."""
         assert self._collector is not None
         ended, trained = self._collector.take_ended(), set(batch["group_ids"].tolist())
         skipped = set(batch["group_ids"][batch["is_skipped"]].tolist()) if "is_skipped" in batch else set()

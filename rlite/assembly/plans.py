@@ -144,10 +144,7 @@ class BatchPlan:
 def reward_plan(reward: Rewards, rollout: EnvironmentOptions, workflow: RolloutWorkflow) -> str:
     """Return where rewards come from, in words: the functions with their weights, or another source.
 
-    Args:
-        reward: the rewards by name; there may be none.
-        rollout: options of the other sources.
-        workflow: makes the rollouts to train on.
+    `reward`: the rewards by name; there may be none.
     """
     if reward:
         parts = ", ".join(f"{name} x {one.weight:g} ({one.source})" for name, one in reward.items())
@@ -161,13 +158,7 @@ OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 
 
 def model_plan(name: str, engine: RliteTrainEngine, max_grad_norm: float) -> dict[str, str]:
-    """Return the size of a model, its optimizer, and the parameters that are trained otherwise, by topic.
-
-    Args:
-        name: folder or hub name of the checkpoint.
-        engine: the engine of the model.
-        max_grad_norm: norm to which gradients are clipped.
-    """
+    """Return the size of a model, its optimizer, and the parameters that are trained otherwise, by topic."""
     module: Any = engine.module
     options: OptimizerOptions = module.optimizer_options
     plan = {
@@ -192,12 +183,7 @@ def model_plan(name: str, engine: RliteTrainEngine, max_grad_norm: float) -> dic
 
 
 def expert_parallel_plan(module: Any, dims: Any) -> str:
-    """Return where the experts of a mixture lie, in words.
-
-    Args:
-        module: the module on meta.
-        dims: a `ParallelDims`, or the layout of another executor.
-    """
+    """Return where the experts of a mixture lie, in words."""
     layers = experts_of(module)
     number = next(iter(layers.values())).num_experts
     told = f"{number} in each of {counted(len(layers), 'layer')}"

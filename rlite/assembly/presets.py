@@ -114,11 +114,7 @@ class DistillConfig(PpoConfig):
     trainer: TrainerOptions = TrainerOptions(save_dir="runs/distill")
 
     def check_complete(self) -> None:
-        """Check that the options name a teacher, and prompts.
-
-        Raises:
-            ConfigError: one of them is missing.
-        """
+        """Check that the options name a teacher, and prompts."""
         if not self.distill.teacher:
             raise ConfigError("missing: distill.teacher.model_name=CHECKPOINT; run with --help to see every option")
         super().check_complete()

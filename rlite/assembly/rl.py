@@ -174,11 +174,7 @@ class PartsMaker:
         }
 
     def advantages(self, workflow: RolloutWorkflow) -> Callable[..., TensorDict]:
-        """Return the function of a batch and `kl_coef` that computes advantages.
-
-        Args:
-            workflow: tells the number of seats.
-        """
+        """Return the function of a batch and `kl_coef` that computes advantages."""
         options = self.options
         given: dict[str, Any] = {
             "adv": options.adv,
@@ -215,14 +211,7 @@ class PartsMaker:
     def rollouts(
         self, engines: Engines, workflow: RolloutWorkflow, prompts: PromptStream, routing: RoutingReplay = NO_REPLAY
     ) -> Rollouts:
-        """Return the source of batches: they are generated in turns with training, or ahead of it.
-
-        Args:
-            engines: their rollout engine generates.
-            workflow: runs the episodes.
-            prompts: yields the items.
-            routing: the experts that training replays.
-        """
+        """Return the source of batches: they are generated in turns with training, or ahead of it."""
         options, rollout = self.options, self.options.rollout
         sizes = options.train_data.prompts_per_rollout, options.responses_per_prompt
         recorded = routing if routing.source == "rollout" else None
@@ -235,15 +224,7 @@ class PartsMaker:
 
 
 def begin_step(trainer: Any, values: Mapping[str, float]) -> None:
-    """Let coefficients take effect in the next step of a trainer.
-
-    Args:
-        trainer: a `PpoTrainer`.
-        values: the coefficients by name.
-
-    Raises:
-        ConfigError: a workflow without a gconfig would have to sample at another temperature.
-    """
+    """Let coefficients take effect in the next step of a trainer."""
     fields = PartsMaker(trainer.options.with_coefficients(values)).coefficients()
     trainer.loss, trainer.coefficients.kl = replace(trainer.loss, **fields), values.get("kl_coef")
     trainer.logprobs = replace(trainer.logprobs, temperature=fields["temperature"])
@@ -254,12 +235,7 @@ def begin_step(trainer: Any, values: Mapping[str, float]) -> None:
 
 
 def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
-    """Return the observers of a trainer's run, after its engines are built.
-
-    Args:
-        trainer: a `PpoTrainer`.
-        repeated: returns the result of a call of an engine, repeated if its workers are lost meanwhile.
-    """
+    """Return the observers of a trainer's run, after its engines are built."""
     parts: Parts = trainer.parts
     options, rollout = parts.options, parts.engines.rollout
     record = RunRecord(options.trainer, parts.run, rollout, options.has_dynamic_filtering)
@@ -286,10 +262,7 @@ def read_prompts(
 ) -> tuple[Rows, dict[str, Rows]]:
     """Return the rows of train_data, and the rows of each set of test_data.
 
-    Args:
-        data: options of train_data.
-        test_data: options of the sets.
-        given: rows of a program, in place of those of the paths.
+    `given`: rows of a program, in place of those of the paths.
     """
     sources = {name: given.source(source) for name, source in data.sources("train_data").items()}
     if data.streaming:
@@ -336,12 +309,7 @@ def train(cls: type[Any], options: PpoConfig, given: ProgramObjects = NOTHING) -
 def fit_again(fit: Callable[[TrainerOptions], T], options: TrainerOptions) -> T:
     """Return what `fit` returns, called again from the newest checkpoint if a node dies with a part of the state.
 
-    Args:
-        fit: trains in a session of its own.
-        options: options of the run. `overwrite` applies to the first call only.
-
-    Raises:
-        SnapshotLost: the budget of recoveries is used up.
+    `options`: options of the run. `overwrite` applies to the first call only.
     """
     budget = RestartBudget(options.max_recoveries)
     began: list[float] = []

@@ -31,13 +31,7 @@ from rlite.wording import counted
 
 
 def make_observers(trainer: Any, repeated: Repeated, record: EvaluationRecord | None = None) -> list[Observer]:
-    """Return the observers of a trainer's run, after its engine is built.
-
-    Args:
-        trainer: a `SupervisedTrainer`.
-        repeated: returns the result of a call of the engine.
-        record: record of evaluations by answers, if the trainer makes some.
-    """
+    """Return the observers of a trainer's run, after its engine is built."""
     own = run_observers(trainer.run, trainer.reported, trainer.name, trainer.plan)
     return [
         UsageReport(trainer.engine, repeated),
@@ -105,13 +99,7 @@ def read_tokens(
 ) -> tuple[TokenRows, dict[str, TokenRows]]:
     """Return the token rows of the data, and of each set to evaluate on.
 
-    Args:
-        data: options of the data.
-        test_data: options of the sets by name.
-        model_name: checkpoint with the tokenizer.
-        tokenise: `sft_rows`, `preference_rows` or `labelled_rows`.
-        kind: what the rows are for.
-        given: rows of a program, in place of those of the paths.
+    `given`: rows of a program, in place of those of the paths.
     """
     tokenizer = with_template(load_tokenizer(model_name), data.chat_template_path, "data.chat_template_path")
     ends, test_ends = (LearntEnds(tokenizer, end_ids(model_name), data.end_token) for _ in range(2))

@@ -68,15 +68,7 @@ class Context:
 def check_openings(
     rows: Rows, workflow: RolloutWorkflow, max_length: int, where: str, vocab_size: int = sys.maxsize
 ) -> int:
-    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand.
-
-    Args:
-        rows: the items.
-        workflow: its `opening` makes an item's prompt.
-        max_length: tokens of prompt and answer together.
-        where: the rows' option, for messages.
-        vocab_size: size of the models' vocabulary.
-    """
+    """Return the length of the longest prompt in tokens; 0 if the workflow does not know the prompts beforehand."""
     if not workflow.needs_prompt:
         return 0
     check_prompts(rows, where)
@@ -92,11 +84,7 @@ Tables = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def _taking_options(make: Callable[..., RolloutWorkflow]) -> Callable[..., RolloutWorkflow]:
-    """Return a maker of workflows that takes `chat_template_options`.
-
-    Raises:
-        ConfigError: a registered workflow does not take them.
-    """
+    """Return a maker of workflows that takes `chat_template_options`."""
     parameters = inspect.signature(make).parameters.values()
     if any(one.name == "chat_template_options" or one.kind is one.VAR_KEYWORD for one in parameters):
         return make
@@ -126,14 +114,7 @@ class RunWorkflows:
         return min([self.options.max_length, *limits])
 
     def check_lengths(self, sources: Iterable[tuple[RolloutWorkflow, Rows, str]]) -> Context:
-        """Return the context to serve, after a check of all prompts.
-
-        Args:
-            sources: each workflow with its rows, which may be none, and their option, for messages.
-
-        Raises:
-            ConfigError: the sequences of a step do not fit into the memory of this machine.
-        """
+        """Return the context to serve, after a check of all prompts."""
         options, limit, longest = self.options, self.context_limit, []
         vocab_size = min(vocab_size_of(model.model_name) for model in options.models)
         for workflow, rows, where in sources:
@@ -153,9 +134,7 @@ class RunWorkflows:
     def make_context(self, limit: int, prompts: Sequence[tuple[RolloutWorkflow, int]]) -> Context:
         """Return the context to serve: `rollout.max_model_len`, or what prompts and new tokens need.
 
-        Args:
-            limit: `context_limit`.
-            prompts: each workflow with the length of its longest prompt in tokens, 0 if that is unknown.
+        `prompts`: each workflow with the length of its longest prompt in tokens, 0 if that is unknown.
         """
         needs = [workflow.longest_sequence(longest) if longest else None for workflow, longest in prompts]
         longest_prompt = max(longest for _, longest in prompts)
@@ -169,13 +148,8 @@ class RunWorkflows:
     ) -> Callable[[SamplingOptions], RolloutWorkflow]:
         """Return a function that makes the workflow of a source of rewards with some sampling.
 
-        Args:
-            rewards: the rewards of `reward`; None if the options name another source.
-            tables: rows of the data, by their option.
-            workflow: name of a registered workflow; default: the workflow of the run, unless there are rewards.
-
-        Raises:
-            DataError: a row lacks a column that a reward needs.
+        `rewards`: the rewards of `reward`; None if the options name another source. `workflow`: name of a registered
+        workflow; default: the workflow of the run, unless there are rewards.
         """
         options, rollout = self.options, self.options.rollout
         template_options, name = options.train_data.chat_template_options, workflow or rollout.workflow
@@ -206,15 +180,8 @@ class RunWorkflows:
     ) -> dict[str, RolloutWorkflow]:
         """Return the workflow of each set to evaluate on, by the set's name.
 
-        Args:
-            make: makes the workflow of the run's source of rewards.
-            rewards: the rewards of `reward`; None if the options name another source.
-            tables: rows of each set, by its name.
-            given: reward functions of a program, in place of those of the paths.
-
-        Raises:
-            ConfigError: a reward of a set cannot be used.
-            DataError: a row lacks a column that a reward needs.
+        `rewards`: the rewards of `reward`; None if the options name another source. `given`: reward functions of a
+        program, in place of those of the paths.
         """
         found = {}
         for name, rows in tables.items():
@@ -232,10 +199,7 @@ class RunWorkflows:
 def own_rewards(options: GeneratedOptions, key: str, given: ProgramObjects) -> ChosenRewards:
     """Return the rewards that a set to evaluate on has of its own.
 
-    Args:
-        options: options of the set.
-        key: the set's group of options.
-        given: reward functions of a program, in place of those of the paths.
+    `given`: reward functions of a program, in place of those of the paths.
     """
     where = f"{key}.{REWARD}"
     return ChosenRewards(options.reward, given.functions(where), where)

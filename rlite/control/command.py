@@ -91,11 +91,7 @@ class LogQuery(JobQuery):
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Run the job of a yaml file: `rlite launch job.yaml [key=value ...]`.
-
-    Raises:
-        RliteError: the job did not succeed.
-    """
+    """Run the job of a yaml file: `rlite launch job.yaml [key=value ...]`."""
     files = [each for each in arguments if "=" not in each and not each.startswith("-")]
     rest = [each for each in arguments if each not in files]
     sys.path.insert(0, os.getcwd())  # the user's modules
@@ -117,11 +113,7 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> None:
-    """Let the job server of a cluster run this command, on its head node and with a copy of this folder.
-
-    Raises:
-        ConfigError: Ray is not installed, or a file is not in this folder.
-    """
+    """Let the job server of a cluster run this command, on its head node and with a copy of this folder."""
     require(*NEEDS_RAY)
     folder = Path.cwd()
     if outside := [file for file in files if not Path(file).resolve().is_relative_to(folder)]:
@@ -138,11 +130,7 @@ def _submit(config: LaunchConfig, files: Sequence[str], rest: Sequence[str]) -> 
 
 
 def status(arguments: Sequence[str]) -> Result:
-    """Print stage, roles, devices, restarts and latest events of a job, or of all jobs that are known here.
-
-    Returns:
-        The jobs.
-    """
+    """Print stage, roles, devices, restarts and latest events of a job, or of all jobs that are known here."""
     query = load(JobQuery, named(arguments, ["name"]))
     if query.name is not None:
         found = _find(query)
@@ -173,8 +161,7 @@ def status(arguments: Sequence[str]) -> Result:
 def _show(name: str, record: JobRecord, handle: JobHandle | None) -> dict[str, Any]:
     """Print the text of `rlite status` for one job.
 
-    Returns:
-        The same as values of JSON.
+    Returns the same as values of JSON.
     """
     orphans, state = handle.orphans() if handle else [], record.state
     devices = handle.devices() if handle and not orphans and not state.has_ended else {}
@@ -195,11 +182,7 @@ def _show(name: str, record: JobRecord, handle: JobHandle | None) -> dict[str, A
 
 
 def logs(arguments: Sequence[str]) -> None:
-    """Print the event log of a job and the output of its processes, by role.
-
-    Raises:
-        ConfigError: there is no such role or job.
-    """
+    """Print the event log of a job and the output of its processes, by role."""
     flags = ["follow=true" if each == "--follow" else each for each in arguments]
     query = load(LogQuery, named(flags, ["name"]))
     if query.role.lower() not in ("", *LOGGED):
@@ -228,13 +211,7 @@ def stop(arguments: Sequence[str]) -> None:
 
 
 def describe(name: str, record: JobRecord, devices: dict[str, list[str]]) -> str:
-    """Return the text of `rlite status` for one job.
-
-    Args:
-        name: name of the job.
-        record: its record.
-        devices: devices of its workloads, by role.
-    """
+    """Return the text of `rlite status` for one job."""
     state = record.state
     lines = [f"{name}: {state.stage}, {state.restarts} restarts of the trainer, {state.job_restarts} of the job"]
     if record.report is not None:
@@ -277,15 +254,7 @@ class _Found:
 
 
 def _find(query: JobQuery, is_to_end: bool = False) -> _Found:
-    """Return a job by name or run folder: an entry of a submission from here, or a job of the connected cluster.
-
-    Args:
-        query: the job.
-        is_to_end: the record of a job that has not ended is not enough.
-
-    Raises:
-        ConfigError: there is no name.
-    """
+    """Return a job by name or run folder: an entry of a submission from here, or a job of the connected cluster."""
     if query.name is None:
         raise ConfigError("expected the name of a job, or the folder of its run")
     known = entries(query.name) if query.address is None else []

@@ -100,8 +100,7 @@ def save_entry(entry: JobEntry) -> None:
 def entries(wanted: str | None = None) -> list[JobEntry]:
     """Return the entries, newest first.
 
-    Args:
-        wanted: name or run folder of the jobs; None: all jobs.
+    `wanted`: name or run folder of the jobs; None: all jobs.
     """
     found = []
     for path in folder_of("", "").parent.glob("*/job.json"):
@@ -125,12 +124,7 @@ def run_in_job(job: str, submission: str, role: str, factory: WorkerFactory, con
 
     Programs that the process starts end with it. `rlite logs` finds its output, which Ray writes into files.
 
-    Args:
-        job: name of the job.
-        submission: its submission.
-        role: role of the process.
-        factory: makes the worker.
-        context: place of the process.
+    `context`: place of the process.
     """
     own_children()
     folder = folder_of(job, submission) / "output"
@@ -161,12 +155,7 @@ class JobOutput:
     def show(self, log: Sequence[LogEntry], is_last: bool) -> int:
         """Print new events and new lines under the names of their processes.
 
-        Args:
-            log: events of the job.
-            is_last: print lines without an end, too.
-
-        Returns:
-            Number of the lines of processes.
+        Returns the number of the lines of processes.
         """
         for entry in log if self._has_events else ():
             if entry not in self._events:

@@ -51,19 +51,13 @@ class NodeAgent:
     def __init__(self, stopped_after_s: float = 3.0) -> None:
         """Observe nothing yet.
 
-        Args:
-            stopped_after_s: seconds in process state T after which a stopped master is killed.
+        `stopped_after_s`: seconds in process state T after which a stopped master is killed.
         """
         self._stopped_after_s = stopped_after_s
         self._master = 0
 
     def look(self, pids: Iterable[int], master: int = 0) -> dict[int, Vital]:
-        """Return the state of each process that exists.
-
-        Args:
-            pids: the processes.
-            master: process that asks, if it is on this node.
-        """
+        """Return the state of each process that exists."""
         if master and master != self._master:
             self._master = master
             threading.Thread(target=self._watch_master, args=(master,), name="rlite-master-watch", daemon=True).start()
@@ -164,13 +158,7 @@ class Judge:
         """seconds of silence, by node that has reported"""
 
     def watch(self, life: WorkloadId, node: str, pid: int) -> None:
-        """Observe a process from now on.
-
-        Args:
-            life: the workload.
-            node: its node.
-            pid: its process.
-        """
+        """Observe a process from now on."""
         self._nodes.setdefault(node, {})[life] = Watched(life, pid)
 
     def forget(self, is_gone: Callable[[WorkloadId], bool]) -> None:
@@ -199,13 +187,8 @@ class Judge:
     def observe(self, node: str, vitals: Mapping[int, Vital] | None, seconds: float) -> list[Finding]:
         """Take in a report of a node.
 
-        Args:
-            node: the node.
-            vitals: state of its processes; None: the node has not answered.
-            seconds: since the report before.
-
-        Returns:
-            The failed processes. They are no longer observed.
+        `vitals`: state of its processes; None: the node has not answered. Returns the failed processes. They are no
+        longer observed.
         """
         here, findings = list(self._nodes.get(node, {}).values()), list[Finding]()
         if vitals is not None:
@@ -256,11 +239,7 @@ class Rounds:
     def findings(self, here: str) -> list[tuple[str, Finding, bool]]:
         """Return what the answers tell, and ask again.
 
-        Args:
-            here: a node that is asked even if it has no process to look at.
-
-        Returns:
-            Node, finding, and whether the node is silent.
+        Returns node, finding, and whether the node is silent.
         """
         now = time.monotonic()
         seconds, self._began = min(now - self._began, 2 * TICK_S), now

@@ -216,8 +216,7 @@ class RLJob:
     def _end(self, handle: JobHandle) -> str:
         """Let a job whose submitter was interrupted save and end. A second interruption ends it at once.
 
-        Returns:
-            How it ended, in words.
+        Returns how it ended, in words.
         """
         if self.spec.is_program:
             print("\nThe job saves and ends; a second signal ends it at once.", file=sys.stderr, flush=True)
@@ -245,11 +244,7 @@ def make_master(job: str, submission: str) -> Any:
 
 
 def job_of(spec: JobSpec) -> RLJob:
-    """Return the job of a spec, with the classes that it names.
-
-    Raises:
-        ConfigError: a class cannot be imported, or is not a workload or trainer class.
-    """
+    """Return the job of a spec, with the classes that it names."""
     if spec.is_program:
         check_program(spec.trainer)
         return RLJob(spec, JobClasses(b"", {}))
@@ -258,15 +253,7 @@ def job_of(spec: JobSpec) -> RLJob:
 
 
 def workload_class(role: RLRoleType, given: Any) -> WorkloadClass:
-    """Return the class of a role's workloads.
-
-    Args:
-        role: the role, for messages.
-        given: a class, a class under `@ray.remote`, or "module:Class".
-
-    Raises:
-        ConfigError: the class cannot be imported, or is no BaseWorkload.
-    """
+    """Return the class of a role's workloads."""
     found, options = _subclass(role.lower(), given, BaseWorkload)
     return WorkloadClass(label_of(found), cloudpickle.dumps(found), interface_of(found), options)
 
@@ -277,11 +264,7 @@ def label_of(cls: type) -> str:
 
 
 def trainer_class(given: Any) -> type[BaseTrainer]:
-    """Return the class of a trainer.
-
-    Raises:
-        ConfigError: the class cannot be imported, is no BaseTrainer, or lacks `init` or `fit`.
-    """
+    """Return the class of a trainer."""
     found, _ = _subclass("trainer", given, BaseTrainer)
     if missing := sorted(found.__abstractmethods__):
         raise ConfigError(f"trainer: {found.__name__} does not define {', '.join(missing)}")
@@ -289,11 +272,7 @@ def trainer_class(given: Any) -> type[BaseTrainer]:
 
 
 def check_program(module: str) -> None:
-    """Check that a trainer's module exists. It is not imported.
-
-    Raises:
-        ConfigError: there is no such module.
-    """
+    """Check that a trainer's module exists. It is not imported."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
@@ -304,11 +283,7 @@ def check_program(module: str) -> None:
 
 
 def _subclass(where: str, given: Any, base: type) -> tuple[Any, dict[str, Any]]:
-    """Return a class that extends a base, and its options of `@ray.remote`.
-
-    Raises:
-        ConfigError: it cannot be imported, or is another object.
-    """
+    """Return a class that extends a base, and its options of `@ray.remote`."""
     found, options = _imported(where, given), {}
     if hasattr(found, "__ray_metadata__"):
         found, options = _ray("host").plain_class(found)
@@ -340,12 +315,7 @@ NEEDS_RAY = ("the control plane needs", "ray", "ray")
 def connect(spec: JobSpec | None, address: str | None) -> None:
     """Connect this program to Ray until `rlite.shutdown()`. Without a running cluster, start one as large as the job.
 
-    Args:
-        spec: the job; None: there must be a running cluster.
-        address: address of a running cluster.
-
-    Raises:
-        ConfigError: Ray is not installed, or no cluster answers.
+    `spec`: the job; None: there must be a running cluster.
     """
     require(*NEEDS_RAY)
     make = _ray("connection").RayConnection

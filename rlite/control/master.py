@@ -64,11 +64,7 @@ class Master:
                 keep_record(job, self._record)
 
     def _begin(self, job: str, submission: str) -> None:
-        """Begin the job, or take it over from a killed master.
-
-        Raises:
-            RliteError: the state cannot be read, or is of another submission.
-        """
+        """Begin the job, or take it over from a killed master."""
         self._plan: JobPlan = kept_plan(job, submission)
         self._store = make_store(self._plan.spec.store)
         self._processes = JobProcesses(self._plan, Fleet(job))
@@ -106,11 +102,7 @@ class Master:
     def report_late(self, role: str, ranks: list[int], method: str, timeout: float) -> None:
         """Record that workloads did not answer a call in its declared time.
 
-        Args:
-            role: their role.
-            ranks: the late ranks.
-            method: the method that was called.
-            timeout: the declared time, in seconds.
+        `timeout`: the declared time, in seconds.
         """
         self._events.put(lambda: self._note_late(role, ranks, f"{method} (limit {timeout:g} s)"))
 
@@ -252,11 +244,7 @@ class Master:
             self._events.put(failover.TrainerFailed(time.time(), run, outcome.error, outcome.trace, outcome.is_final))
 
     def _watch_trainer(self, run: int) -> None:
-        """Observe the trainer's process before it begins: a stopped process would never report its location.
-
-        Raises:
-            CallTimeout: it does not answer.
-        """
+        """Observe the trainer's process before it begins: a stopped process would never report its location."""
         view = self._processes.view_of_trainer()
         self._watch(trainer_life(run), view)
         wait([view.look], ANSWER_S)
@@ -331,11 +319,7 @@ class Master:
 
 
 def _load_own(store: StateStore, job: str, submission: str) -> tuple[JobRecord, bool]:
-    """Return the record of a submission, and whether it is new.
-
-    Raises:
-        RliteError: the record cannot be read, or belongs to another submission that has not ended.
-    """
+    """Return the record of a submission, and whether it is new."""
     stored, own = load_record(store, job), JobRecord(submission)
     if stored is not None and stored.submission == submission:
         return stored, False

@@ -86,12 +86,7 @@ class JobProcesses:
     # Workloads
 
     def create(self, lives: Lives, on_start: OnStart) -> None:
-        """Make all workloads of some roles. The processes of all roles start together.
-
-        Args:
-            lives: the workloads, in rank order.
-            on_start: called with each process before its workload is made.
-        """
+        """Make all workloads of some roles. The processes of all roles start together."""
         groups = {role: self._group(role, [self._start(role, life) for life in each]) for role, each in lives.items()}
         for role, group in groups.items():
             self._groups[role] = group
@@ -102,27 +97,13 @@ class JobProcesses:
             self._furnish(role, group, range(len(group)))
 
     def restart_role(self, role: RLRoleType, lives: Lives, on_start: OnStart) -> None:
-        """End all workloads of a role, and make them with a new rendezvous.
-
-        Args:
-            role: the role.
-            lives: all workloads of the job.
-            on_start: as for `create`.
-        """
+        """End all workloads of a role, and make them with a new rendezvous."""
         self._end(lambda name: f"/{role}-" in name, [self._groups[role]] if role in self._groups else [])
         self.create({role: lives[role]}, on_start)
         self.renew_trainer(role)
 
     def restart_workload(self, life: WorkloadId, on_start: OnStart) -> None:
-        """Restart one workload beside its peers.
-
-        Args:
-            life: its new life.
-            on_start: called with the process before the workload is made.
-
-        Raises:
-            StaleRendezvous: rank 0 has left the rendezvous that its peers know, or the port was taken.
-        """
+        """Restart one workload beside its peers."""
         role = RLRoleType(life.role)
         suffix = f"/{role}-{life.rank}"
         self._fleet.kill(lambda name: name.endswith(suffix) and name != actor_name(life))
@@ -172,12 +153,7 @@ class JobProcesses:
     # The trainer
 
     def start_trainer(self, run: int, has_begun: bool) -> None:
-        """Start the trainer's process and make the trainer. Another trainer of the job is ended before.
-
-        Args:
-            run: number of the run.
-            has_begun: an earlier start of a program has reported.
-        """
+        """Start the trainer's process and make the trainer. Another trainer of the job is ended before."""
         self._fleet.kill(lambda name: TRAINER in name)
         if self._trainer is not None:
             wait([self._trainer.death], END_S)
@@ -212,11 +188,7 @@ class JobProcesses:
         self._trainer.submit(WorkerHost.call, TRAINER_KEY, "run", (), {})
 
     def ask_trainer(self, wait_s: float) -> TrainerOutcome:
-        """Return the state of the trainer's run, at its end or after some seconds.
-
-        Raises:
-            WorkerDied: the process has ended.
-        """
+        """Return the state of the trainer's run, at its end or after some seconds."""
         assert self._trainer is not None
         return self._trainer.aside(TRAINER_KEY, "outcome", wait_s).result().result(TRAINER)
 

@@ -205,16 +205,7 @@ class Rendezvous:
         self.known[role] = (address, self._hold(group, address, 0))
 
     def keep(self, role: RLRoleType, group: WorkerGroup, rank: int) -> None:
-        """Check that the rendezvous which the peers of a new workload know is valid, and hold its port for rank 0.
-
-        Args:
-            role: the role.
-            group: its processes.
-            rank: rank of the new workload.
-
-        Raises:
-            StaleRendezvous: the rendezvous is not valid.
-        """
+        """Check that the rendezvous which the peers of a new workload know is valid, and hold its port for rank 0."""
         if role not in self.known:
             raise StaleRendezvous(f"no workload of {role} knows the rendezvous of its peers")
         address, port = self.known[role]
@@ -249,12 +240,7 @@ def hold_port(address: str, port: int = 0) -> int:
     The socket is bound and does not listen. Linux then gives the port to no program that asks for a free port, and
     still lets a server with SO_REUSEADDR (torch's store) bind it.
 
-    Args:
-        address: address of this node.
-        port: a certain port; 0 takes a free one.
-
-    Returns:
-        The port.
+    `port`: a certain port; 0 takes a free one.
     """
     line = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

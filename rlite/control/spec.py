@@ -105,20 +105,7 @@ class Layout:
 def lay_out(
     sizes: Mapping[RLRoleType, RoleSpec], groups: Sequence[Sequence[RLRoleType]], node_num: int, device_per_node: int
 ) -> Layout:
-    """Place all workloads.
-
-    Args:
-        sizes: the roles, which say the number of their workloads.
-        groups: roles that share devices.
-        node_num: nodes of the job.
-        device_per_node: devices of each node.
-
-    Returns:
-        The layout.
-
-    Raises:
-        PlacementError: the workloads do not fit; the message has the numbers.
-    """
+    """Place all workloads."""
     shared = {role for group in groups for role in group}
     widths = {tuple(group): _shared_width(group, sizes, device_per_node) for group in groups}
     widths |= {(role,): _own_width(role, size, device_per_node) for role, size in sizes.items() if role not in shared}
@@ -169,16 +156,7 @@ def _own_width(role: RLRoleType, size: RoleSpec, device_per_node: int) -> int:
 
 
 def check_capacity(layout: Layout, capacities: Sequence[int], kind: str) -> None:
-    """Check that a cluster's nodes can hold a layout.
-
-    Args:
-        layout: the layout.
-        capacities: devices of each node of the cluster.
-        kind: Ray's name of the devices.
-
-    Raises:
-        PlacementError: the nodes cannot hold the layout.
-    """
+    """Check that a cluster's nodes can hold a layout."""
     free = sorted(capacities, reverse=True)
     for width in sorted(filter(None, layout.num_devices), reverse=True):
         fitting = [node for node, left in enumerate(free) if left >= width]

@@ -145,15 +145,7 @@ def make_workload(
 ) -> BaseWorkload:
     """Return the workload of a rank, in its process. Its place is set before its constructor runs.
 
-    Args:
-        pickled: the class.
-        role: the role.
-        config: the job's configuration.
-        master: Ray actor handle of the job's master.
-        local_ranks: local rank and local world size, by rank.
-        rendezvous: address and port of rank 0.
-        collocation: roles that share the devices.
-        context: place of the process.
+    `rendezvous`: address and port of rank 0. `context`: place of the process.
     """
     workload = object.__new__(cloudpickle.loads(pickled))
     own = (role, context.rank, context.world_size, *local_ranks[context.rank], *rendezvous, collocation)
@@ -399,12 +391,7 @@ class ProgramProcess(TrainerRun):
     def _run_in(self, folder: Path, guard: Guard) -> str:
         """Run the program.
 
-        Args:
-            folder: for the options and the report.
-            guard: owner of the program's processes.
-
-        Returns:
-            Why the program failed; "" if it did not.
+        Returns why the program failed; "" if it did not.
         """
         options, report_file = folder / "config.yaml", folder / "report.json"
         options.write_text(yaml.safe_dump(dict(self._plan.spec.config), sort_keys=False))

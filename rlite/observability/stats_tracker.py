@@ -118,22 +118,14 @@ class StatsTracker:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix keys that are recorded inside the block with `name/`; scopes nest.
-
-        Yields:
-            None.
-        """
+        """Prefix keys that are recorded inside the block with `name/`; scopes nest."""
         frame = self._frame.get()
         with self._inside(replace(frame, prefix=f"{frame.prefix}{name}/")):
             yield
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """Record the block's wall-clock seconds under `timeperf/key`, as the mean of all calls, even those that raise.
-
-        Yields:
-            None.
-        """
+        """Record the block's wall-clock seconds under `timeperf/key`, as the mean of all calls, also of failed ones."""
         started = time.perf_counter()
         try:
             yield
@@ -146,11 +138,7 @@ class StatsTracker:
                 recording.spans.append((key, started - recording.began, ended - recording.began))
 
     def denominator(self, **masks: Any) -> None:
-        """Announce bool masks by name for the `stat` calls that follow; exports how many elements each mask selects.
-
-        Raises:
-            ConfigError: a mask is not a bool tensor.
-        """
+        """Announce bool masks by name for the `stat` calls that follow; exports how many elements each mask selects."""
         frame = self._frame.get()
         for key, mask in masks.items():
             if not hasattr(mask, "detach"):
@@ -161,16 +149,7 @@ class StatsTracker:
             self._add(key, _Statistic("a denominator or a count", mask.sum()))
 
     def stat(self, denominator: str, **values: Any) -> None:
-        """Record tensors of the mask's shape; exports mean, min and max of the elements that the mask selects.
-
-        Args:
-            denominator: name of the mask.
-            **values: tensors by key.
-
-        Raises:
-            UnknownOptionError: no mask of that name was announced here.
-            ConfigError: a tensor has another shape than the mask.
-        """
+        """Record tensors of the mask's shape; exports mean, min and max of the elements that the mask selects."""
         frame = self._frame.get()
         if denominator not in frame.masks:
             remedy = did_you_mean(denominator, frame.masks) if frame.masks else "announce it first, by denominator(...)"
@@ -197,8 +176,7 @@ class StatsTracker:
     def apart(self) -> Iterator[Recording]:
         """Redirect what this thread or task records inside the block into a recording, with scopes of its own.
 
-        Yields:
-            The recording, for `add`.
+        Yields the recording, for `add`.
         """
         recording = Recording()
         with self._inside(_Frame(recording=recording)):
@@ -294,11 +272,7 @@ def tracer() -> Any:
 
 
 def trace_by(tracer: Any) -> Any:
-    """Draw spans by a tracer from now on.
-
-    Returns:
-        The tracer before.
-    """
+    """Draw spans by a tracer from now on."""
     global _tracer
     before, _tracer = _tracer, tracer
     return before
@@ -320,36 +294,15 @@ def task(name: str, /, **args: Any) -> AbstractContextManager[None]:
 
 
 def complete(name: str, started: float, ended: float, /, *place: Any, **args: Any) -> None:
-    """Record a span that has ended; see `Tracer.complete`.
-
-    Args:
-        name: name of the span.
-        started: start in `perf_counter` seconds.
-        ended: end.
-        *place: the row, and spans inside the span.
-        **args: shown with the span.
-    """
+    """Record a span that has ended; see `Tracer.complete`."""
     _tracer.complete(name, started, ended, *place, **args)
 
 
 def stage(kind: str, number: int, name: str, /, **args: Any) -> None:
-    """Move an item into a stage, out of its previous one; see `Tracer.stage`.
-
-    Args:
-        kind: kind of the item.
-        number: number of the item.
-        name: the stage.
-        **args: shown with the stage.
-    """
+    """Move an item into a stage, out of its previous one; see `Tracer.stage`."""
     _tracer.stage(kind, number, name, **args)
 
 
 def finish(kind: str, number: int, reason: str) -> None:
-    """End an item and its current stage.
-
-    Args:
-        kind: kind of the item.
-        number: number of the item.
-        reason: shown at the end.
-    """
+    """End an item and its current stage."""
     _tracer.finish(kind, number, reason)

@@ -93,13 +93,7 @@ class Tracer:
     ) -> None:
         """Record an event with start and end in `perf_counter` seconds, unless it started before the trace.
 
-        Args:
-            name: name of the event.
-            started: start.
-            ended: end.
-            track: (process, row); default: this thread's row.
-            inner: spans inside the event: name, start, end.
-            **args: shown with the event.
+        `track`: (process, row); default: this thread's row.
         """
         if started < self._began:
             return
@@ -136,14 +130,7 @@ class Tracer:
             self._leave(key, 0, args)
 
     def stage(self, kind: str, number: int, name: str, /, **args: Any) -> None:
-        """Move an item into a stage, out of its previous one. The first stage begins the item's own span.
-
-        Args:
-            kind: kind of the item.
-            number: number of the item.
-            name: the stage.
-            **args: shown with the stage.
-        """
+        """Move an item into a stage, out of its previous one. The first stage begins the item's own span."""
         key = (kind, number)
         with self._lock:
             self._leave(key, 1)
@@ -153,13 +140,7 @@ class Tracer:
                 self._begin(key, name, args)
 
     def finish(self, kind: str, number: int, reason: str) -> None:
-        """End an item and its current stage.
-
-        Args:
-            kind: kind of the item.
-            number: number of the item.
-            reason: shown at the end.
-        """
+        """End an item and its current stage."""
         self.end((kind, number), reason=reason)
 
     def flush(self) -> None:
@@ -196,11 +177,7 @@ class Tracer:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """End the trace with a warning if the file cannot be written inside the block.
-
-        Yields:
-            None.
-        """
+        """End the trace with a warning if the file cannot be written inside the block."""
         try:
             yield
         except OSError as error:
@@ -232,8 +209,7 @@ class Tracer:
     def _add(self, phase: str, name: str, at: float, row: Row, args: Mapping[str, Any], **fields: Any) -> bool:
         """Add an event.
 
-        Returns:
-            False if the trace is full or closed. The end of a kept span is always kept in an open trace.
+        Returns False if the trace is full or closed. The end of a kept span is always kept in an open trace.
         """
         if self.is_closed or (self._num_events >= self._max_events and phase != "e"):
             self.num_dropped += 1
@@ -281,11 +257,7 @@ def set_aside(path: Path) -> None:
 
     A process that follows the trace still has its file: the next trace is a new one.
 
-    Args:
-        path: path of the trace; nothing happens if it is no file, such as a device.
-
-    Raises:
-        OSError: a file cannot be renamed.
+    `path`: path of the trace; nothing happens if it is no file, such as a device.
     """
     if not path.is_file():
         return

@@ -76,16 +76,7 @@ In zsh, `autoload -U compinit && compinit` stands before it."""
 
 
 def main(arguments: Sequence[str], options: Mapping[str, type[config.Options]], others: Sequence[str]) -> None:
-    """Print the program of the shell that the arguments name, or with `--help` its use.
-
-    Args:
-        arguments: arguments of the command.
-        options: the class of the options of each command.
-        others: commands without options.
-
-    Raises:
-        ConfigError: the arguments are not the name of one shell.
-    """
+    """Print the program of the shell that the arguments name, or with `--help` its use."""
     if help_topic(arguments) is not None:
         print(HELP)
         return
@@ -96,13 +87,7 @@ def main(arguments: Sequence[str], options: Mapping[str, type[config.Options]], 
 
 
 def script(shell: str, options: Mapping[str, type[config.Options]], others: Sequence[str]) -> str:
-    """Return the program of a shell.
-
-    Args:
-        shell: one of `SHELLS`.
-        options: the class of the options of each command.
-        others: commands without options.
-    """
+    """Return the program of a shell."""
     words, values = dict[str, str](), dict[str, list[str]]()
     for command, cls in options.items():
         choices = {key: own or _registered(key) for key, own in config.choices(cls).items()}

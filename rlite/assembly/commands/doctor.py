@@ -98,10 +98,7 @@ def check_space() -> Iterator[Finding]:
 def space_of(topic: str, place: Path, free: int) -> Finding:
     """Return whether a disk has room for checkpoints.
 
-    Args:
-        topic: name of the check.
-        place: a folder on the disk.
-        free: free bytes.
+    `free`: free bytes.
     """
     if free >= LITTLE_DISK:
         return Finding(topic, f"{_size(free)} free in {place}")
@@ -154,11 +151,7 @@ def check_transformers() -> Iterator[Finding]:
 
 
 def state_of_transformers(version: str) -> Finding:
-    """Return what a release of transformers lacks.
-
-    Args:
-        version: the release.
-    """
+    """Return what a release of transformers lacks."""
     lacking = [f"{what} needs {release}" for release, what in NEEDS.items() if Version(version) < Version(release)]
     if lacking:
         advice = f"pip install 'transformers>={[*NEEDS][-1]}'"
@@ -171,9 +164,7 @@ def state_of_transformers(version: str) -> Finding:
 def needed(requirements: Iterable[Requirement], extra: str = "") -> list[Requirement]:
     """Return the requirements of the package itself, or those that an extra adds, with the extras that it names.
 
-    Args:
-        requirements: all requirements of the package.
-        extra: name of the extra; "" is the package itself.
+    `extra`: name of the extra; "" is the package itself.
     """
     requirements = list(requirements)
     chosen: list[Requirement] = []
@@ -193,11 +184,8 @@ def state_of(
 ) -> Finding:
     """Return which versions are installed, and which packages are missing or have another version.
 
-    Args:
-        topic: name of the check.
-        requirements: the packages, with their versions.
-        version_of: returns the installed version of a package; None if it is not installed.
-        extra: the extra that adds the packages. Missing packages are not failures.
+    `version_of`: returns the installed version of a package; None if it is not installed. `extra`: the extra that adds
+    the packages. Missing packages are not failures.
     """
     versions = {each: version_of(each.name) for each in requirements}
     wrong = [
@@ -223,8 +211,7 @@ def installed_version(name: str) -> str | None:
 def main(argv: Sequence[str]) -> Result:
     """Print the findings of the checks.
 
-    Returns:
-        The findings; the exit status is 1 if a check failed.
+    Returns the findings; the exit status is 1 if a check failed.
     """
     options = config.load(DoctorConfig, argv)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {"versions": check_versions, "packages": check_packages}
@@ -239,12 +226,7 @@ def main(argv: Sequence[str]) -> Result:
 def tell(findings: Iterable[Finding], passed: str) -> Result:
     """Print findings as they are made.
 
-    Args:
-        findings: the findings.
-        passed: last line if no check failed.
-
-    Returns:
-        The findings and the topics of the failed ones; the exit status is 1 if there are any.
+    Returns the findings and the topics of the failed ones; the exit status is 1 if there are any.
     """
     told = []
     for finding in findings:
@@ -256,12 +238,7 @@ def tell(findings: Iterable[Finding], passed: str) -> Result:
 
 
 def attempt(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check. An exception is a failed check.
-
-    Args:
-        name: name of the check.
-        check: the check.
-    """
+    """Yield the findings of a check. An exception is a failed check."""
     try:
         yield from check()
     except Exception as error:  # the doctor reports anything that is broken on this machine

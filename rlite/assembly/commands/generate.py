@@ -59,11 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def model_folder(given: str) -> str:
-    """Return the model that a path means: of a run's folder, the newest model.
-
-    Raises:
-        ConfigError: the folder holds an adapter, or a run without a model.
-    """
+    """Return the model that a path means: of a run's folder, the newest model."""
     folder = Path(given).expanduser()
     if not folder.is_dir() or (folder / "config.json").exists():
         return given
@@ -77,22 +73,14 @@ def model_folder(given: str) -> str:
 
 
 def check_writes(model: str) -> None:
-    """Check that a model writes text.
-
-    Raises:
-        ConfigError: it is a reward model.
-    """
+    """Check that a model writes text."""
     architectures = load_config(model).architectures or []
     if any(name.endswith(_SCORER) for name in architectures):
         raise ConfigError(f"model={model}: {architectures[0]} scores text and writes none; expected a causal model")
 
 
 def read_prompts(options: GenerateConfig) -> list[str]:
-    """Return the prompts that the options give.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no prompt.
-    """
+    """Return the prompts that the options give."""
     if options.prompt_file is None:
         return [options.prompt]
     try:
@@ -110,14 +98,7 @@ def prompt_item(
 ) -> dict[str, Any]:
     """Return a prompt as an item: `messages` of a chat, or a raw `prompt`.
 
-    Args:
-        prompt: the text.
-        tokenizer: the model's tokenizer.
-        chat: whether the text is the user's message in a chat. None: if the tokenizer has a chat template.
-        system_prompt: message of the system before it, in a chat.
-
-    Raises:
-        ConfigError: a chat is asked for, and the tokenizer has no template.
+    `chat`: whether the text is the user's message in a chat. None: if the tokenizer has a chat template.
     """
     has_template = has_chat_template(tokenizer)
     if not has_template and (chat or system_prompt is not None):
@@ -129,13 +110,7 @@ def prompt_item(
 
 
 async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: GenerationHyperparameters) -> None:
-    """Print one answer while it is generated.
-
-    Args:
-        engine: the engine that serves the model.
-        tokens: the prompt.
-        sampling: the sampling of the answer.
-    """
+    """Print one answer while it is generated."""
     printer: Any = TextStreamer(engine.tokenizer, skip_special_tokens=True)
     reason, last = None, list[int]()
     async for chunk in engine.stream(LLMRequest(input_ids=tokens, gconfig=sampling)):
@@ -155,13 +130,7 @@ async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: Gene
 def print_answers(
     engine: RliteInferenceEngine, tokens: Sequence[list[int]], sampling: GenerationHyperparameters
 ) -> None:
-    """Print all answers, each below a line with its number if there are several.
-
-    Args:
-        engine: the engine that serves the model.
-        tokens: the prompts.
-        sampling: the sampling of the answers.
-    """
+    """Print all answers, each below a line with its number if there are several."""
     for number, output in enumerate(engine.generate(tokens, sampling), 1):
         for answer in output.outputs:
             if len(tokens) * sampling.n_samples > 1:

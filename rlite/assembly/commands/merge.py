@@ -19,11 +19,7 @@ from rlite.runtime.storage.atomic import discard, publish, staging
 
 
 def main(argv: Sequence[str]) -> None:
-    """Merge an adapter into its base, and write the model with its tokenizer.
-
-    Raises:
-        ConfigError: the folder is no adapter, its base is unknown, or the folder to write is in use.
-    """
+    """Merge an adapter into its base, and write the model with its tokenizer."""
     options = config.load(MergeConfig, MergeConfig.arguments(argv))
     folder = adapter_folder(options.adapter)
     base = options.base_model or adapter_config(folder).get("base_model_name_or_path")
@@ -43,11 +39,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def adapter_folder(given: str) -> Path:
-    """Return the folder with the adapter: the given one, or `adapter/` of an export, or of a run's newest export.
-
-    Raises:
-        ConfigError: there is no adapter.
-    """
+    """Return the folder with the adapter: the given one, or `adapter/` of an export, or of a run's newest export."""
     folder = Path(given).expanduser()
     for place in (folder, folder / "adapter", folder / "latest" / "adapter"):
         if (place / "adapter_config.json").is_file():

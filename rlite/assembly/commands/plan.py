@@ -70,13 +70,7 @@ def rollout_memory(options: RolloutPlanOptions, model: Any, device_memory_gib: f
     The other executors fill the memory that they may have with cache. If the memory is not given, the cache is counted
     for `max_num_seqs` sequences of `max_model_len` tokens.
 
-    Args:
-        options: options of the engine.
-        model: the model, on meta.
-        device_memory_gib: memory of one device; None if it is not known.
-
-    Raises:
-        ConfigError: the executor is unknown, the sizes do not divide the model, or not even one sequence fits.
+    `device_memory_gib`: memory of one device; None if it is not known.
     """
     known = registered_executors("inference")
     if options.executor not in known:
@@ -111,9 +105,6 @@ def _on_device(model: Any, layers: AttentionLayers, options: RolloutPlanOptions)
     """Return the number of parameters on one device of a replica, and its attention layers.
 
     Executor torch leaves experts whole, and attention that the plan of the architecture does not split.
-
-    Raises:
-        ConfigError: the sizes do not divide the model.
     """
     size, whole, whole_heads = options.tp_size, set[Any](), set[int]()
     if options.executor != "torch":
@@ -161,10 +152,6 @@ def plan(options: PlanConfig) -> Plan:
 
     The other devices hold as much, or a little less. `gathered units` are the largest FSDP unit and the next one, in
     compute_dtype while they compute. `layers' inputs` are kept with gradient checkpointing for one full microbatch.
-
-    Raises:
-        RliteError: the process is in a process group already.
-        ConfigError: the sizes do not divide the devices or the model, or there is no such checkpoint.
     """
     if dist.is_initialized():
         raise RliteError("a plan is made in a process of its own: this one is in a process group already")
@@ -208,13 +195,7 @@ def plan(options: PlanConfig) -> Plan:
 
 
 def training_memory(options: PlanConfig, module: Any, dims: ParallelDims) -> dict[str, int]:
-    """Return the bytes of training on the first device by their use, after sharding the module on meta.
-
-    Args:
-        options: types of numbers, and the optimizer.
-        module: the model, on meta.
-        dims: division of work over the devices.
-    """
+    """Return the bytes of training on the first device by their use, after sharding the module on meta."""
     compute, master = (getattr(torch, name) for name in (options.compute_dtype, options.param_dtype))
     num_units = len(module.fsdp_units())
     weights, gathered = _sharded(module, dims, options.num_shared, compute, master)
@@ -235,16 +216,7 @@ def training_memory(options: PlanConfig, module: Any, dims: ParallelDims) -> dic
 
 
 def reward_memory(options: PlanConfig, name: str, reward: RewardOptions) -> dict[str, int]:
-    """Return the bytes that the model of a reward takes on each of its devices, by their use.
-
-    Args:
-        options: the devices.
-        name: name of the reward.
-        reward: names the model.
-
-    Raises:
-        ConfigError: the checkpoint gives no score.
-    """
+    """Return the bytes that the model of a reward takes on each of its devices, by their use."""
     num_devices, path = reward.num_devices or options.num_shared, str(reward.served_model)
     if reward.judge is not None:
         given = {key: value for key in SERVING if (value := getattr(reward.judge, key)) is not None}
@@ -265,8 +237,7 @@ def _sharded(
 ) -> tuple[int, int]:
     """Shard a module on meta.
 
-    Returns:
-        The bytes of its weights, and of its largest gathered units, on the first device.
+    Returns the bytes of its weights, and of its largest gathered units, on the first device.
     """
     master = master or compute
     mesh = make_mesh("cpu", range(world), 0, dims)
@@ -305,8 +276,7 @@ def _local_numel(module: torch.nn.Module) -> int:
 def main(argv: Sequence[str]) -> Result:
     """Print a plan.
 
-    Returns:
-        The plan, with sizes in bytes.
+    Returns the plan, with sizes in bytes.
     """
     made = plan(config.load(PlanConfig, argv))
     ConsoleReporter().report("rlite plan", made.rows())

@@ -31,11 +31,7 @@ TOLERANCE = 0.1
 
 
 def check_engines(executor: str) -> Iterator[Finding]:
-    """Yield whether a train step and a generation work.
-
-    Args:
-        executor: the inference executor.
-    """
+    """Yield whether a train step and a generation work."""
     rlite.init(num_devices=1, launcher="inprocess", call_timeout=LIMIT_S)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -54,11 +50,7 @@ def check_engines(executor: str) -> Iterator[Finding]:
 
 
 def train_steps(model: Path) -> tuple[RliteTrainEngine, list[float]]:
-    """Return a train engine after some steps, and the losses.
-
-    Raises:
-        RliteError: the loss does not fall.
-    """
+    """Return a train engine after some steps, and the losses."""
     schedule: Any = {"scheduler": "constant", "warmup_steps": 0, "total_steps": NUM_STEPS}
     engine = RliteTrainEngine(policy_module(model, OptimizerOptions(lr=1e-2, weight_decay=0.0, **schedule)))
     engine.build()
@@ -70,16 +62,7 @@ def train_steps(model: Path) -> tuple[RliteTrainEngine, list[float]]:
 
 
 def serve(train: RliteTrainEngine, model: Path, executor: str) -> float:
-    """Return the mean distance of the served model's log-probabilities from the trained model's.
-
-    Args:
-        train: the trained model.
-        model: folder of the model before its training.
-        executor: the inference executor.
-
-    Raises:
-        RliteError: the distance is too large.
-    """
+    """Return the mean distance of the served model's log-probabilities from the trained model's."""
     served = RliteInferenceEngine(model, executor=executor)
     served.build(colocate_with=train, max_model_len=64, max_num_seqs=2)
     train.p2p_weight_sync(served)

@@ -63,19 +63,7 @@ async def serve(
     tell: Callable[[Access, ServeConfig], object],
     admin: Admin | None = None,
 ) -> None:
-    """Serve an engine until SIGINT or SIGTERM. For the main thread.
-
-    Args:
-        engine: generates.
-        tokenizer: the model's tokenizer.
-        options: options of the command.
-        token: what each request has to give.
-        tell: called with the address when clients can connect.
-        admin: loads other weights on demand.
-
-    Raises:
-        ConfigError: the address cannot be used.
-    """
+    """Serve an engine until SIGINT or SIGTERM. For the main thread."""
     is_over = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, is_over.set)

@@ -38,9 +38,7 @@ def names_of(model: str, other: str | None) -> list[str]:
     Two models of one name are distinguished by the next parts of their paths, such as `latest` and `best` of a run, or
     else by the folders above: `a/model` and `b/model` are a-model and b-model.
 
-    Args:
-        model: folder or hub name of the first model.
-        other: name of the second model; None without one.
+    `other`: name of the second model; None without one.
     """
     if other is None:
         return [next(_names(model))]
@@ -49,11 +47,7 @@ def names_of(model: str, other: str | None) -> list[str]:
 
 
 def name_of_questions(source: str) -> str:
-    """Return a name for tasks, or for the path of data or of an environment, without the ending of a file.
-
-    Args:
-        source: the path, or the tasks.
-    """
+    """Return a name for tasks, or for the path of data or of an environment, without the ending of a file."""
     stem = Path(source).stem if Path(source).suffix in ENDINGS else Path(source).name
     return _as_file_name(stem)[:MAX_NAME]
 
@@ -160,11 +154,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
 
     @classmethod
     def arguments(cls, argv: Sequence[str]) -> list[str]:
-        """Return the arguments as `KEY=VALUE`: also `--samples 16`, `--tasks a,b`, and models without a key.
-
-        Raises:
-            ConfigError: a flag is mistyped or has no value, or there are more than two models.
-        """
+        """Return the arguments as `KEY=VALUE`: also `--samples 16`, `--tasks a,b`, and models without a key."""
         keys = {**{name: name for name in cls.model_fields}, **SHORT}
         plain = named(spelled(argv, keys), ["model", "other"])
         if more := split_positional(plain)[0]:
@@ -194,11 +184,7 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
             yield "name: two models have the names of their folders; leave it out"
 
     def check_complete(self) -> None:
-        """Check that there are questions.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Check that there are questions."""
         if self.data.path is not None or self.tasks or not self.sources_of_scores:
             return
         if self.env_path is None or not brings_items(self.env_path):
@@ -258,9 +244,6 @@ class EvalConfig(SamplingOptions, EnvironmentOptions, ServingOptions, LaunchOpti
         """Return the number of answers to ask for at the same time.
 
         It is twice the number that is decoded at once, so that rewards and environments do not leave the engine idle.
-
-        Args:
-            num_replicas: replicas of the engine.
         """
         return 2 * self.max_num_seqs * num_replicas
 

@@ -62,12 +62,7 @@ READ_BY_ADVANTAGES = ("values", "ref_logprobs", "old_logprobs", "full_old_logpro
 
 
 def main(argv: Sequence[str]) -> None:
-    """Audit a run, show the result, and write it to `audit.json`.
-
-    Raises:
-        ConfigError: there is no folder of a run.
-        DataError: something contradicts what the rest implies.
-    """
+    """Audit a run, show the result, and write it to `audit.json`."""
     options = config.load(AuditConfig, AuditConfig.arguments(list(argv)))
     folder = Path(options.run).expanduser()
     if not folder.is_dir():
@@ -87,11 +82,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def audit(options: AuditConfig) -> Report:
-    """Return what an audit of a run finds.
-
-    Raises:
-        ConfigError: the folder holds no run.
-    """
+    """Return what an audit of a run finds."""
     given = ReplayConfig(run=options.run, code=options.code, variables=options.variables, any_versions=True)
     with open_source(given) as source:
         report = Report(notes=[*source.notes])
@@ -112,12 +103,7 @@ def audit(options: AuditConfig) -> Report:
 
 
 def check_chain(source: Source, report: Report) -> None:
-    """Check the files of a run against its chain of hashes, and its checkpoints against their manifests.
-
-    Args:
-        source: the run.
-        report: takes contradictions.
-    """
+    """Check the files of a run against its chain of hashes, and its checkpoints against their manifests."""
     folder, chain = source.folder, source.chain
 
     def expect(holds: bool, place: str, told: str) -> None:
@@ -337,13 +323,7 @@ def texts_of(source: Source, report: Report) -> TokenTexts | None:
 
 
 def check_evaluations(source: Source, report: Report, rollouts: RolloutChecks) -> None:
-    """Compute the metrics of evaluations again from their rows, with their standard errors.
-
-    Args:
-        source: the run.
-        report: takes contradictions.
-        rollouts: checks the record.
-    """
+    """Compute the metrics of evaluations again from their rows, with their standard errors."""
     reader, is_recent = source.reader, _is_recent(source)
     for name in [name for name in reader.sources if name != TRAIN]:
         own = name.removeprefix("eval.")
@@ -385,13 +365,7 @@ def is_same_machine(chain: Folded) -> bool:
 
 
 def check_replay(source: Source, report: Report, options: ReplayConfig) -> None:
-    """Make the steps between checkpoints again, as far as the record reaches, and compare everything.
-
-    Args:
-        source: the run.
-        report: takes contradictions.
-        options: options of the replays.
-    """
+    """Make the steps between checkpoints again, as far as the record reaches, and compare everything."""
     with report.checking(HASHES, CHAIN):
         report.is_exact = source.run.is_one_device and is_same_machine(source.chain)
     if not report.is_exact:

@@ -53,18 +53,7 @@ ROWS = ("step", "group", "sample", "status", "reward", "advantage", "response_to
 def write_bundle(source: Source, step: int, path: Path, options: ReplayConfig) -> dict[str, str]:
     """Write the bundle of a step.
 
-    Args:
-        source: the run.
-        step: the step.
-        path: the file.
-        options: say what it has.
-
-    Returns:
-        What the file has, in words.
-
-    Raises:
-        ConfigError: the run is a bundle itself, or weights are asked for without data.
-        StorageError: the file cannot be written.
+    Returns what the file has, in words.
     """
     if source.bundle is not None:
         raise ConfigError(f"{options.run}: this is a bundle already")
@@ -136,11 +125,7 @@ def _models(saved: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _add(file: zipfile.ZipFile, folder: Path, name: str, patterns: tuple[str, ...], inside: Path | None = None) -> None:
-    """Add files of a folder.
-
-    Raises:
-        DataError: a file lies elsewhere: a run's folder from anyone could name any file by a link.
-    """
+    """Add files of a folder."""
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}):
         if inside is not None and not files.is_inside(path, inside):
             raise DataError(f"{path}: {files.LEADS_OUT}, and no bundle has its target")
@@ -149,18 +134,7 @@ def _add(file: zipfile.ZipFile, folder: Path, name: str, patterns: tuple[str, ..
 
 @contextmanager
 def open_source(options: ReplayConfig) -> Iterator[Source]:
-    """Hold a run's folder, or a bundle that is unpacked meanwhile.
-
-    Args:
-        options: name the run.
-
-    Yields:
-        The run.
-
-    Raises:
-        ConfigError: there is no such run, or it was made with other versions of packages.
-        DataError: the bundle cannot be opened safely.
-    """
+    """Hold a run's folder, or a bundle that is unpacked meanwhile."""
     path = Path(options.run).expanduser()
     if path.is_dir():
         source = Source(path, options)
@@ -193,17 +167,7 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
 
 
 def check_versions(source: Source, path: str, there: Any, is_any_fine: bool) -> None:
-    """Compare versions of packages; what differs is a note of the source if that is fine.
-
-    Args:
-        source: the run.
-        path: its path, for the message.
-        there: the versions that made it, by package.
-        is_any_fine: go on in any case.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Compare versions of packages; what differs is a note of the source if that is fine."""
     here, there = versions(), there if isinstance(there, Mapping) else {}
     odd = [f"{name} {there.get(name)} there, {here[name]} here" for name in here if there.get(name) != here[name]]
     if odd and not is_any_fine:
@@ -212,15 +176,7 @@ def check_versions(source: Source, path: str, there: Any, is_any_fine: bool) -> 
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Unpack a bundle, which may come from anyone.
-
-    Args:
-        path: the file.
-        folder: an empty folder.
-
-    Raises:
-        DataError: it is damaged, has a path that leads out of the folder, or is too large.
-    """
+    """Unpack a bundle, which may come from anyone."""
     try:
         with zipfile.ZipFile(path) as file:
             entries = file.infolist()

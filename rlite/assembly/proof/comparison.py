@@ -74,10 +74,7 @@ def worst_of(comparisons: Iterable[Comparison]) -> Comparison:
 def compare(name: str, kept: Tensor, again: Tensor) -> Comparison:
     """Return how two tensors compare; two NaNs are equal.
 
-    Args:
-        name: name of the quantity.
-        kept: what the run has kept.
-        again: what was computed again; another shape differs.
+    `again`: what was computed again; another shape differs.
     """
     if kept.shape != again.shape:
         found = f"{list(kept.shape)} and {list(again.shape)}"
@@ -99,10 +96,7 @@ def compare(name: str, kept: Tensor, again: Tensor) -> Comparison:
 def compare_rows(name: str, kept: Tensor, again: Tensor) -> Comparison:
     """Return how values of the rows of a batch, or of their tokens, compare.
 
-    Args:
-        name: name of the quantity.
-        kept: values that the run has kept, [N, ...]; NaN is unknown.
-        again: values that were computed again.
+    `kept`: values that the run has kept, [N, ...]; NaN is unknown.
     """
     if kept.shape == again.shape:
         again = torch.where(kept.isnan(), kept, again.to(kept.dtype))
@@ -110,13 +104,7 @@ def compare_rows(name: str, kept: Tensor, again: Tensor) -> Comparison:
 
 
 def compare_numbers(name: str, kept: float, again: float) -> Comparison:
-    """Return how two numbers compare.
-
-    Args:
-        name: name of the quantity.
-        kept: the number that the run has kept.
-        again: the number that was computed again.
-    """
+    """Return how two numbers compare."""
     return compare(name, torch.tensor([kept], dtype=torch.float64), torch.tensor([again], dtype=torch.float64))
 
 
@@ -125,12 +113,7 @@ def compare_metrics(
 ) -> list[Comparison]:
     """Return how the metrics of a step compare that do not depend on the machine.
 
-    Args:
-        logged: the line of metrics.jsonl.
-        again: the metrics that were computed again.
-        is_own_layout: the devices are divided as they were.
-        is_complete: everything that was generated was trained on; else the means of rollouts cover more.
-        is_exact: the same versions made the step, so that a metric that is not logged is missing.
+    `is_complete`: everything that was generated was trained on; else the means of rollouts cover more.
     """
     layouts, rollouts = () if is_own_layout else OF_LAYOUTS, () if is_complete else (*OF_GENERATION, *OF_ROLLOUTS)
     left_out = (*OF_MACHINES, *layouts, *rollouts)
@@ -139,14 +122,7 @@ def compare_metrics(
 
 
 def checkpoint_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the whole tensors of a checkpoint: weights, and the optimizer's state.
-
-    Args:
-        path: a folder `step-N`, or that of another engine beside it.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """Return the whole tensors of a checkpoint: weights, and the optimizer's state."""
     reader = JsonReader(path)
     if not os.path.isfile(path / "metadata.json"):
         raise CheckpointError(f"{path}: it has no metadata.json")
@@ -171,13 +147,7 @@ PARTS = {"model": "weights", "optimizer": "optimizer state"}
 
 
 def compare_checkpoints(kept: Path, again: Path, prefix: str = "") -> list[Comparison]:
-    """Return how weights and optimizer's state of two checkpoints compare, as one quantity each.
-
-    Args:
-        kept: checkpoint of the run.
-        again: checkpoint of the steps that were made again.
-        prefix: stands before the names of the quantities.
-    """
+    """Return how weights and optimizer's state of two checkpoints compare, as one quantity each."""
     one, other = checkpoint_tensors(kept), checkpoint_tensors(again)
     missing = torch.empty(0)
     compared = []

@@ -31,13 +31,7 @@ MIN_SECRET = 8
 
 
 def public(tree: Any, has_prompts: bool, key: str = "") -> Any:
-    """Return options without secrets, by their keys, their form and the environment, and without folders.
-
-    Args:
-        tree: the options.
-        has_prompts: keep texts that are a part of prompts.
-        key: key of the options.
-    """
+    """Return options without secrets, by their keys, their form and the environment, and without folders."""
     if SECRET.search(key) and tree not in (None, "", {}, []):
         return REMOVED
     if key in PROMPTS and tree and not has_prompts:
@@ -63,12 +57,7 @@ def public_command(arguments: Sequence[str]) -> str:
 
 
 def masked(text: str, variables: Collection[str] = ()) -> str:
-    """Return a text without secrets of the environment, and without tokens of well-known services.
-
-    Args:
-        text: a text that user code has printed.
-        variables: names of variables that are secret, besides those whose names say so.
-    """
+    """Return a text without secrets of the environment, and without tokens of well-known services."""
     known = {value.strip() for name, value in os.environ.items() if name in variables or _is_secret(name)}
     for secret in sorted((value for value in known if len(value) >= MIN_SECRET), key=len, reverse=True):
         text = text.replace(secret, REMOVED)
@@ -76,13 +65,7 @@ def masked(text: str, variables: Collection[str] = ()) -> str:
 
 
 def is_shown(key: str, source: str, value: Any) -> bool:
-    """Return whether the chain of a run may have the value of an interpolation: a step needs it, and it is no secret.
-
-    Args:
-        key: key of the option.
-        source: the interpolation, such as `${oc.env:NAME}`.
-        value: its value.
-    """
+    """Return whether the chain of a run may have the value of an interpolation: it is needed, and no secret."""
     group, name = key.split(".")[0], key.split(".")[-1]
     if SECRET.search(name) or any(map(_is_secret, re.findall(r"\w+", source))):
         return False

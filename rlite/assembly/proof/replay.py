@@ -40,11 +40,7 @@ MADE_AS = {"trainer_logprobs": ("trainer_logprobs", "old_logprobs", "trained_log
 
 
 def main(argv: Sequence[str]) -> None:
-    """Replay a step, and show how it compares; the process fails if it differs.
-
-    Raises:
-        DataError: the step differs from what the run has kept.
-    """
+    """Replay a step, and show how it compares; the process fails if it differs."""
     options = config.load(ReplayConfig, ReplayConfig.arguments(list(argv)))
     console, report = ConsoleReporter(), Report()
     with open_source(options) as source:
@@ -70,18 +66,6 @@ def replaying(source: Source, step: int, options: ReplayConfig, report: Report) 
     """Hold the trainer of a run at the checkpoint before a step.
 
     If the run went on with other options after this checkpoint, the steps up to there are made first.
-
-    Args:
-        source: the run.
-        step: the step.
-        options: options of the command.
-        report: takes what the steps show that are made first.
-
-    Yields:
-        The trainer.
-
-    Raises:
-        ConfigError: the run has fewer steps, or its options cannot be used.
     """
     checkpoint = source.checkpoint_before(step)
     no_checkpoint = f"the model before step 1: there is no checkpoint before step {step}"
@@ -109,15 +93,7 @@ def replaying(source: Source, step: int, options: ReplayConfig, report: Report) 
 
 
 def replay(source: Source, trainer: RecordedSteps, last: int, options: ReplayConfig, report: Report) -> None:
-    """Make the steps up to `last` again, and compare each with what the run has kept.
-
-    Args:
-        source: the run.
-        trainer: its trainer, before the first of the steps.
-        last: the last step.
-        options: options of the command.
-        report: takes the comparisons.
-    """
+    """Make the steps up to `last` again, and compare each with what the run has kept."""
     is_own = options.layout == "own" or trainer.run.is_one_device
     for step in range(trainer.trainer.run.step + 1, last + 1):
         learnt, metrics = trainer.step(source.batch(step, trainer.options))
@@ -181,18 +157,7 @@ def stop_in_loss(trainer: Any) -> None:
 def show_rows(
     source: Source, trainer: RecordedSteps, step: int, options: ReplayConfig, console: ConsoleReporter
 ) -> None:
-    """Show the loss of some rows of a step, and their tokens, before the update of the step.
-
-    Args:
-        source: the run.
-        trainer: its trainer, before the first of the steps.
-        step: the step.
-        options: name the rows.
-        console: shows them.
-
-    Raises:
-        ConfigError: the step has no such rows.
-    """
+    """Show the loss of some rows of a step, and their tokens, before the update of the step."""
     for earlier in range(trainer.trainer.run.step + 1, step):
         trainer.step(source.batch(earlier, trainer.options))
     engine = trainer.engines[""]

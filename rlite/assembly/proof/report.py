@@ -44,66 +44,31 @@ class Report:
     """every bit of a step that is made again has to be equal"""
 
     def expect(self, holds: bool, check: str, place: str, problem: str) -> None:
-        """Count a check, and note a contradiction if it does not hold.
-
-        Args:
-            holds: whether it holds.
-            check: what is checked, in words.
-            place: what stands there.
-            problem: what is wrong.
-        """
+        """Count a check, and note a contradiction if it does not hold."""
         self.checked[check] += 1
         if not holds:
             self.found.append(Finding(place, problem))
 
     @contextmanager
     def checking(self, check: str, place: str) -> Iterator[None]:
-        """Note a contradiction if something cannot be checked: a record from anyone may hold anything.
-
-        Args:
-            check: what is checked, in words.
-            place: what stands there.
-
-        Yields:
-            None.
-        """
+        """Note a contradiction if something cannot be checked: a record from anyone may hold anything."""
         try:
             yield
         except (RliteError, *DAMAGED) as error:
             self.expect(False, check, place, f"it cannot be checked: {type(error).__name__}: {error}")
 
     def compare(self, comparison: Comparison, check: str, place: str, is_exact: bool = False) -> None:
-        """Count a comparison, and note a contradiction if the two are not equal, or not near.
-
-        Args:
-            comparison: the comparison.
-            check: what is checked, in words.
-            place: what stands there.
-            is_exact: every bit has to be equal.
-        """
+        """Count a comparison, and note a contradiction if the two are not equal, or not near."""
         holds = comparison.is_equal if is_exact else comparison.is_near
         self.expect(holds, check, place, f"{comparison.name}: {comparison}")
 
     def compare_numbers(self, kept: Mapping[str, float], again: Mapping[str, float], check: str, place: str) -> None:
-        """Compare the numbers that were computed again with those of the same names that the run has kept.
-
-        Args:
-            kept: what the run has kept.
-            again: what was computed again.
-            check: what is checked, in words.
-            place: where the kept numbers stand.
-        """
+        """Compare the numbers that were computed again with those of the same names that the run has kept."""
         for name in [name for name in again if name in kept]:
             self.compare(compare_numbers(name, kept[name], again[name]), check, place)
 
     def replayed(self, step: int, place: str, comparisons: Iterable[Comparison]) -> None:
-        """Take quantities of a step that was made again.
-
-        Args:
-            step: the step.
-            place: where the kept quantities stand.
-            comparisons: how they compare.
-        """
+        """Take quantities of a step that was made again."""
         for each in comparisons:
             self.steps.setdefault(step, []).append(each)
             self.compare(each, REPLAYED, place, self.is_exact)
@@ -118,11 +83,7 @@ class Report:
             self.notes.append(text)
 
     def write(self, *paths: Path) -> None:
-        """Write the result as JSON.
-
-        Raises:
-            StorageError: a file cannot be written.
-        """
+        """Write the result as JSON."""
         steps = [
             {"step": step, "verdict": self.verdict(step), "comparisons": [asdict(each) for each in own]}
             for step, own in self.steps.items()

@@ -69,12 +69,7 @@ class RewardChecks:
             report.note(f"rewards are not computed again: {error}")
 
     def check(self, sequences: Sequences, rows: Mapping[Place, Mapping[str, Any]]) -> None:
-        """Check the rollouts of a step.
-
-        Args:
-            sequences: the recorded sequences by group and sample.
-            rows: the rows by group and sample.
-        """
+        """Check the rollouts of a step."""
         if self._workflow is not None:
             for place, own in sequences.items():
                 self._rollout(self._workflow, own, rows.get(place))

@@ -44,14 +44,7 @@ class RolloutChecks:
         self._step_of: dict[tuple[int, int], int] = {}
 
     def rows(self, step: int, rows: Sequence[Row], options: PpoConfig, max_staleness: int) -> None:
-        """Check the rows of one step: each rollout has one fate, and whole groups were trained on.
-
-        Args:
-            step: the step.
-            rows: its rows.
-            options: options of the step.
-            max_staleness: the bound on the age of tokens, in updates.
-        """
+        """Check the rows of one step: each rollout has one fate, and whole groups were trained on."""
         weights = {name or "reward": reward.weight for name, reward in options.reward.items()}
         groups: dict[int, list[Row]] = {}
         for row in rows:

@@ -121,11 +121,7 @@ class Source:
 
     @cached_property
     def bundle(self) -> BundleFacts | None:
-        """Facts of a bundle; None for a run.
-
-        Raises:
-            DataError: they are damaged, or of another version.
-        """
+        """Facts of a bundle; None for a run."""
         try:
             with files.reading(self.folder / BUNDLE) as file:
                 return _FACTS.validate_json(file.read(MAX_FACTS))
@@ -160,11 +156,7 @@ class Source:
 
     @property
     def last_step(self) -> int:
-        """The last step that the run has logged.
-
-        Raises:
-            DataError: it has logged none.
-        """
+        """The last step that the run has logged."""
         if self.bundle is not None:
             return self.bundle.step
         if not (steps := [step for step in self.metrics if step > 0]):
@@ -212,12 +204,7 @@ class Source:
     def batch(self, step: int, options: Any) -> TensorDict:
         """Return what a step has received.
 
-        Args:
-            step: the step. Those of a supervised run are asked in their order.
-            options: the options of the run.
-
-        Raises:
-            DataError: it is not kept; the message says which option would have kept it.
+        `step`: the step. Those of a supervised run are asked in their order.
         """
         if self.bundle is not None or self.run.is_rl:
             given = self.recorded(step).given
@@ -236,15 +223,7 @@ class Source:
         return self.recorded(step).made if self.bundle is not None or self.run.is_rl else {}
 
     def total_steps(self, options: Any, step: int) -> int:
-        """Return the number of steps of the whole run.
-
-        Args:
-            options: the options of the run.
-            step: a step that is made again.
-
-        Raises:
-            ConfigError: the run has no such step.
-        """
+        """Return the number of steps of the whole run."""
         total: int = options.trainer.total_steps if self.run.is_rl else 0
         if self.bundle is not None:
             total = self.bundle.total_steps
@@ -255,12 +234,7 @@ class Source:
         return total
 
     def recorded(self, step: int) -> RecordedBatch:
-        """Return the recorded batch of a step.
-
-        Raises:
-            DataError: it is not recorded.
-            DamagedBatch: it cannot be the run's.
-        """
+        """Return the recorded batch of a step."""
         if step not in self._kept:
             found = read_batch(self.reader, step) if self.bundle is None else self._bundled(step)
             check_values(found.given, self.vocabulary, f"{self.folder}: step {step}")
@@ -280,11 +254,7 @@ class Source:
             raise DamagedBatch(f"the bundle's batch of step {step} is damaged: {error}") from error
 
     def _loader(self, options: Any, step: int) -> BatchLoader | StreamLoader:
-        """Return the loader of a supervised run after a step.
-
-        Raises:
-            ConfigError: its rows were objects of a program, or pass through code of the user that is not named.
-        """
+        """Return the loader of a supervised run after a step."""
         data, trainer, cls = options.data, options.trainer, self.run.trainer
         if data.path in (None, IN_MEMORY) and not data.mixture:
             raise ConfigError(f"{self.folder}: the rows were objects of a program, and no file has them")
@@ -305,15 +275,7 @@ class Source:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Name a file of a run that is there, and cannot be opened.
-
-    Yields:
-        None.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        DataError: such a file is a folder, a pipe, or nothing that this process may read.
-    """
+    """Name a file of a run that is there, and cannot be opened."""
     try:
         yield
     except FileNotFoundError:

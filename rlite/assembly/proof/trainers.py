@@ -71,16 +71,7 @@ class RunOfTrainer:
 
     @classmethod
     def of(cls, saved: Any, folder: Path, variables: Sequence[str] = ()) -> RunOfTrainer:
-        """Return the trainer of a run.
-
-        Args:
-            saved: the options that the run has saved.
-            folder: the run's folder.
-            variables: variables of the environment that the options may read.
-
-        Raises:
-            ConfigError: the options are those of no trainer.
-        """
+        """Return the trainer of a run."""
         saved = saved if isinstance(saved, dict) else {}
         groups = ("trainer", *(["rollout", "train_data", "actor"] if "rollout" in saved else []))
         found = [*map(saved.get, groups), saved.get("reward") or {}]
@@ -121,14 +112,9 @@ class RunOfTrainer:
     def options(self, folder: Path, code: str | None, is_own_layout: bool = False, asks_rewards: bool = False) -> Any:
         """Return the options of a run that makes steps again in a folder of its own.
 
-        Args:
-            folder: the folder that takes the place of the run's.
-            code: a file of the user that registers losses, advantages or optimizers; None runs no code of the user.
-            is_own_layout: keep the devices of the run; else one device.
-            asks_rewards: keep the rewards and the prompts of the run; else nobody asks for them.
-
-        Raises:
-            ConfigError: the options need code of the user, or are not those of this version of rlite.
+        `folder`: the folder that takes the place of the run's. `code`: a file of the user that registers losses,
+        advantages or optimizers; None runs no code of the user. `is_own_layout`: keep the devices of the run; else one
+        device. `asks_rewards`: keep the rewards and the prompts of the run; else nobody asks for them.
         """
         tree = {key: value for key, value in self.saved.items() if key not in ("imports", "test_data")}
         for group, names in (REPLACED | ({} if is_own_layout else SIZES)).items():
@@ -154,16 +140,7 @@ class RunOfTrainer:
 
 
 def check_named(option: str, function: str, code: str | None) -> None:
-    """Check that a function which a run names is in the file that the user names: no other code runs.
-
-    Args:
-        option: the option that names it, with its value.
-        function: the function, `FILE.py:NAME`.
-        code: the user's file.
-
-    Raises:
-        ConfigError: it is elsewhere.
-    """
+    """Check that a function which a run names is in the file that the user names: no other code runs."""
     file, _, _ = function.rpartition(":")
     if code is None or Path(file).expanduser().resolve() != Path(code).expanduser().resolve():
         named = "" if code is None else f", and --code names {code}"
@@ -171,31 +148,14 @@ def check_named(option: str, function: str, code: str | None) -> None:
 
 
 def check_rows(data: TableOptions, key: str, code: str | None) -> None:
-    """Check that reading rows runs no function but those in the user's file.
-
-    Args:
-        data: options of the tables.
-        key: name of this group of options.
-        code: the user's file.
-
-    Raises:
-        ConfigError: a function is elsewhere.
-    """
+    """Check that reading rows runs no function but those in the user's file."""
     for source in data.sources(key).values():
         if source.map is not None:
             check_named(f"{source.key}.map={source.map}", source.map, code)
 
 
 def check_rewards(options: PpoConfig, code: str) -> None:
-    """Check that rewards, and the rows that they judge, run no function but those in the user's file.
-
-    Args:
-        options: the run's options.
-        code: the user's file.
-
-    Raises:
-        ConfigError: a reward, or the function that maps rows, is elsewhere.
-    """
+    """Check that rewards, and the rows that they judge, run no function but those in the user's file."""
     for name, own in options.reward.items():
         if own.path is None:
             raise ConfigError(f"reward {name}: a model or a judge gives it, which an audit does not ask")
@@ -205,14 +165,7 @@ def check_rewards(options: PpoConfig, code: str) -> None:
 
 
 def check_teachers(options: Any) -> None:
-    """Check that the teachers of a run ask no server, run no function, and need neither rows nor earlier weights.
-
-    Args:
-        options: the run's options.
-
-    Raises:
-        ConfigError: they do.
-    """
+    """Check that the teachers of a run ask no server, run no function, and need neither rows nor earlier weights."""
     own = options.distill.teacher.values() if isinstance(options, PpoConfig) else ()
     if any(not each.has_engine or each.context is not None for each in own) or len(own) > 1:
         told = "a teacher on a server, with a context, with the student's weights, or one of several"
@@ -236,13 +189,6 @@ def literal(tree: Any, variables: Sequence[str] = ()) -> Any:
     """Return a tree whose texts read nothing from the environment; references to other options stay.
 
     An interpolation after an even number of backslashes would be resolved.
-
-    Args:
-        tree: the options.
-        variables: variables that are read nevertheless.
-
-    Raises:
-        ConfigError: one of these variables is not set.
     """
     if isinstance(tree, Mapping):
         return {key: literal(value, variables) for key, value in tree.items()}
@@ -327,8 +273,7 @@ class RecordedSteps:
     def load(self, checkpoint: Path) -> int:
         """Load a checkpoint of the run.
 
-        Returns:
-            The step after which it was written.
+        Returns the step after which it was written.
         """
         for name, engine in self.engines.items():
             if name:
@@ -353,11 +298,7 @@ class RecordedSteps:
     def step(self, batch: TensorDict) -> tuple[TensorDict, dict[str, float]]:
         """Make one step.
 
-        Args:
-            batch: what the step has received.
-
-        Returns:
-            The batch as it was trained on, and the metrics of the step.
+        Returns the batch as it was trained on, and the metrics of the step.
         """
         if not self._is_rl:
             return self.trainer.step(batch)
@@ -390,11 +331,7 @@ def _alone(kind: Any) -> Any:
         return self.run.batch, metrics
 
     def _end_step(self: Any, batch: TensorDict, metrics_of: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Count a step.
-
-        Returns:
-            Its metrics.
-        """
+        """Count a step."""
         self.run.step, self.run.batch = self.run.step + 1, batch
         return metrics_of()
 

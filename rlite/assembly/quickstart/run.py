@@ -51,14 +51,7 @@ def impatient_demonstrations(
     Short answers are demonstrated whole. A model that imitates this teacher well fails most long problems, although it
     has seen how they are solved.
 
-    Args:
-        problems: rows with `answer`.
-        seed: draws which long answers are cut.
-        patience: characters of the longest answer that is always whole, and of a cut answer.
-        impatience: share of longer answers that are cut.
-
-    Returns:
-        One answer per problem.
+    Returns one answer per problem.
     """
     rng = random.Random(seed)
     answers = [problem["answer"] for problem in problems]
@@ -112,20 +105,6 @@ def build_tiny_qwen3(
     It suits prompts of about a hundred bytes and training from random weights: wide initial weights, and rotary
     frequencies that distinguish such short distances. The same arguments write the same weights; the process's
     random state is left unchanged.
-
-    Args:
-        path: the folder.
-        seed: seed of the weights.
-        hidden_size: width of the model.
-        intermediate_size: width of the MLP.
-        num_layers: layers.
-        num_key_value_heads: heads of keys and values.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: the heads do not divide `hidden_size`, or the key-value heads the heads.
     """
     num_heads, rest = divmod(hidden_size, HEAD_DIM)
     if rest or num_heads % num_key_value_heads:
@@ -200,14 +179,7 @@ def shortened(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm_start(options: QuickstartConfig, blank: Path, folder: Path, train: Sequence[Any]) -> None:
-    """Teach the format and short words by imitation; writes `folder/warm`.
-
-    Args:
-        options: the quickstart's options.
-        blank: folder of the untrained model.
-        folder: the run's folder.
-        train: training problems.
-    """
+    """Teach the format and short words by imitation; writes `folder/warm`."""
     answers = impatient_demonstrations(train, options.seed, patience=4, impatience=0.6)
     turns = ({"role": "assistant", "content": answer} for answer in answers)
     chats = [{"messages": [*row["messages"], turn]} for row, turn in zip(train, turns, strict=True)]
@@ -235,15 +207,7 @@ def reinforce(
 ) -> dict[str, float]:
     """Train with GRPO from the warm start.
 
-    Args:
-        options: the quickstart's options.
-        folder: the run's folder.
-        warm: folder of the warm start.
-        train: training problems.
-        held_out: test problems.
-
-    Returns:
-        Held-out accuracy before and after.
+    Returns held-out accuracy before and after.
     """
     run = PpoConfig(
         actor=ActorOptions(model_name=str(warm), lr=5e-4, weight_decay=0.0, gradient_checkpointing=False),

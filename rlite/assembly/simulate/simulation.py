@@ -112,8 +112,7 @@ class _Replica:
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Take over groups.
 
-        Returns:
-            True: the router does not choose a lost replica.
+        Returns True: the router does not choose a lost replica.
         """
         for number in (request.request.request_id for request in requests):
             self.waiting.extend((work, number, n) for n, work in self._simulation.groups[number].works)
@@ -188,11 +187,7 @@ class Simulation:
         self._has_changed = False
 
     def run(self, num_steps: int) -> None:
-        """Make so many steps.
-
-        Raises:
-            RolloutError: nothing can go on with these settings.
-        """
+        """Make so many steps."""
         for step in range(num_steps):
             if step == num_steps // 2:
                 self._lose_replicas()
@@ -317,11 +312,7 @@ class Simulation:
     def _next_event(self, limit: float) -> bool:
         """Let the next event happen.
 
-        Returns:
-            False, at the time `limit`, if there is none before.
-
-        Raises:
-            RolloutError: no event is left, and there is no limit.
+        Returns False, at the time `limit`, if there is none before.
         """
         replica = min(self._replicas, key=lambda replica: replica.next_end)
         end, rest = replica.next_end, self._rests[0][0] if self._rests else math.inf

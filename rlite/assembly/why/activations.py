@@ -39,11 +39,7 @@ def keep(found: Activations, name: str, *values: Tensor) -> None:
 
 @contextmanager
 def watching(module: nn.Module, see: See | None) -> Iterator[None]:
-    """Call `see(name, *values)` with the outputs of all modules inside the block; None watches nothing.
-
-    Yields:
-        None.
-    """
+    """Call `see(name, *values)` with the outputs of all modules inside the block; None watches nothing."""
     hooks = [each.register_forward_hook(partial(show, see, name)) for name, each in module.named_modules() if see]
     try:
         yield
@@ -69,10 +65,7 @@ def watched_module(options: ModelOptions, path: str) -> PolicyModule:
 def first_difference(found: Activations, expected: Activations, coarse: Activations) -> Difference | None:
     """Return the first module in which activations differ beyond rounding; None if none does.
 
-    Args:
-        found: the activations; modules that it lacks are not compared.
-        expected: the reference's.
-        coarse: the reference's in the dtype of the computation.
+    `found`: the activations; modules that it lacks are not compared.
     """
     for name, own in expected.items():
         if "experts." in name:  # each pass groups the tokens of an expert in its own way

@@ -114,16 +114,7 @@ def main(argv: Sequence[str]) -> None:
 def explain_mismatch(run: str | Path, step: int | None = None, sequences: int = 4, tokens: int = 64) -> Explanation:
     """Return why the log-probabilities that a run has recorded of its engine and its trainer disagree.
 
-    Args:
-        run: folder of the run.
-        step: step whose rows are explained; None takes the newest whose weights are there.
-        sequences: recorded sequences that are scored again.
-        tokens: tokens of the model that are scored again.
-
-    Raises:
-        ConfigError: the folder is no run with rollouts, or its model is gone.
-        DataError: the run has recorded no tokens.
-        CheckpointError: no weights of the run can be read.
+    `step`: step whose rows are explained; None takes the newest whose weights are there.
     """
     with session_of(LaunchOptions(launcher="inprocess", num_devices=1)):
         case = open_case(Path(run), step, sequences, tokens)
@@ -202,12 +193,7 @@ class Search:
         return found
 
     def best(self, found: Iterable[Candidate], most: int) -> list[Candidate]:
-        """Return the best candidates of different kinds after their moves, the best one first.
-
-        Args:
-            found: the candidates.
-            most: candidates, at most.
-        """
+        """Return the best candidates of different kinds after their moves, the best one first."""
         kinds: dict[object, Candidate] = {}
         for each in sorted(found, key=of_left):
             kinds.setdefault(each.kind, each)
@@ -218,14 +204,7 @@ class Search:
         return sorted(map(self.refined, chosen[:most]), key=of_left)
 
     def crossed(self, singles: Sequence[Candidate]) -> Iterator[Candidate]:
-        """Yield, for each kind of other weights, the module whose effects are likest the record, in each layer alone.
-
-        Args:
-            singles: the hypotheses.
-
-        Yields:
-            One candidate for each kind and layer.
-        """
+        """Yield, for each kind of other weights, the module whose effects in one layer come nearest to the record."""
         target, likest = (self._recorded - self.honest.logprobs).nan_to_num(0), dict[Any, Candidate]()
         weights = [(each, each.setting["parts"]) for each in singles if "parts" in each.setting]
         modules = [each for each, own in weights if own.layers <= own.chosen and not own.modules <= own.chosen]
@@ -261,11 +240,7 @@ class Search:
                 yield self.score((*first.parts, *second.parts))
 
     def candidates(self, coarse: float) -> Iterator[list[Candidate]]:
-        """Yield the hypotheses alone, refined, and in pairs.
-
-        Args:
-            coarse: distance below which a smaller dtype explains the record, so that pairs need not be tried.
-        """
+        """Yield the hypotheses alone, refined, and in pairs."""
         singles = [self.score((each,)) for each in hypotheses(self._case, self._reference, self._side)]
         singles += [*self.crossed(singles)]
         yield singles
@@ -280,8 +255,7 @@ class Search:
     def verdict(self, mismatch: float) -> Verdict:
         """Return the cause.
 
-        Args:
-            mismatch: distance of the two records. If it is rounding, there is nothing to explain.
+        `mismatch`: distance of the two records. If it is rounding, there is nothing to explain.
         """
         honest, dtype, found = self.honest, self._case.dtype, [self.honest]
         if min(honest.left, mismatch) <= self.tolerance:

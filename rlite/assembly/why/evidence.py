@@ -113,11 +113,7 @@ class Case:
             self.trainer.load_state(path)
 
     def load_all(self) -> None:
-        """Read the saved weights nearest to the spans, and the first ones, and forget the other checkpoints.
-
-        Raises:
-            CheckpointError: none can be read.
-        """
+        """Read the saved weights nearest to the spans, and the first ones, and forget the other checkpoints."""
         version, found = self.spans[0].version, dict[int, Path | None]()
         nearest = sorted(self.checkpoints, key=lambda step: (step > version + 1, abs(step - version)))[:MAX_STATES]
         for step in dict.fromkeys([*nearest, min(self.checkpoints)]):
@@ -137,15 +133,7 @@ class Case:
 def open_case(folder: Path, step: int | None, num_sequences: int, num_tokens: int) -> Case:
     """Return the case of a run's folder. It needs a session with one device in this process.
 
-    Args:
-        folder: the run's folder.
-        step: step of the rows; None takes the newest whose weights are there.
-        num_sequences: sequences, at most.
-        num_tokens: tokens of the model, at most.
-
-    Raises:
-        ConfigError: the folder is no run with rollouts, or its model is gone.
-        DataError: the run has recorded no tokens.
+    `step`: step of the rows; None takes the newest whose weights are there.
     """
     try:
         saved = read_saved(folder / CONFIG)
@@ -211,14 +199,7 @@ def spans_of(row: Mapping[str, Any], version: int) -> Iterator[Span]:
 
 
 def choose(case: Case, spans: Sequence[Span], num_sequences: int, num_tokens: int) -> None:
-    """Keep the spans of the most frequent version on which the records disagree most.
-
-    Args:
-        case: the case.
-        spans: all spans of the step.
-        num_sequences: spans to keep, at most.
-        num_tokens: tokens to keep, at most.
-    """
+    """Keep the spans of the most frequent version on which the records disagree most."""
     version = Counter(span.version for span in spans).most_common(1)[0][0]
     own = [span for span in spans if span.version == version]
     if len(own) < len(spans):

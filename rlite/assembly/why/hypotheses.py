@@ -52,12 +52,7 @@ class Hypothesis(NamedTuple):
 
 
 def times(name: str, most: float = 2.0) -> tuple[Callable[[Setting], Setting], ...]:
-    """Return moves of a positive number.
-
-    Args:
-        name: name of the change.
-        most: largest factor.
-    """
+    """Return moves of a positive number."""
     factors = (most ** (sign * 0.5**k) for k in range(18) for sign in (1, -1))
     return tuple(lambda changes, by=by: {**changes, name: changes[name] * by} for by in factors)
 
@@ -74,13 +69,7 @@ def _toggled(key: str, label: str, changes: Setting) -> Setting:
 
 
 def hypotheses(case: Case, reference: Reference, side: str) -> Iterator[Hypothesis]:
-    """Yield the hypotheses on a record.
-
-    Args:
-        case: the case.
-        reference: its reference.
-        side: side whose record it is.
-    """
+    """Yield the hypotheses on a record."""
     yield Hypothesis("code", f"the {side}'s code in this process", {"code": side})
     yield from of_sampling()
     yield from of_weights(case, reference.exact)
@@ -117,11 +106,7 @@ def in_parts(
 ) -> Iterator[Hypothesis]:
     """Yield a hypothesis for the whole model, then for each layer, and for each module.
 
-    Args:
-        found: its text has the key in braces.
-        key: name of the change that holds the parts.
-        layers: labels of the layers.
-        modules: labels of the modules; {} if whole layers deviate.
+    `modules`: labels of the modules; {} if whole layers deviate.
     """
     whole = frozenset((*layers, *modules))
     moves: tuple[Any, ...] = (*found.moves, *(partial(_toggled, key, label) for label in sorted(whole)))
@@ -152,11 +137,7 @@ def of_weights(case: Case, exact: int) -> Iterator[Hypothesis]:
 
 
 def of_precision(state: Mapping[str, Tensor]) -> Iterator[Hypothesis]:
-    """Yield computation and storage with fewer bits.
-
-    Args:
-        state: weights by name.
-    """
+    """Yield computation and storage with fewer bits."""
     for dtype in (torch.bfloat16, torch.float16):
         yield Hypothesis("precision", f"computed in {str(dtype)[6:]}", {"dtype": dtype})
     for dtype, scaled in product((torch.float8_e4m3fn, torch.int8), ("row", "matrix", "nothing")):
@@ -167,11 +148,7 @@ def of_precision(state: Mapping[str, Tensor]) -> Iterator[Hypothesis]:
 
 
 def of_position(config: Any) -> Iterator[Hypothesis]:
-    """Yield other positions of the model's tokens, and other rotary frequencies.
-
-    Args:
-        config: the model's.
-    """
+    """Yield other positions of the model's tokens, and other rotary frequencies."""
     rules: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "positions begin at 0 again at the model's first token": lambda p, n: torch.where(p >= n, p - n, p),
         "positions stop at the model's first token": torch.minimum,
@@ -301,11 +278,6 @@ def sampled_tokens(case: Case, reference: Reference, side: str) -> Hypothesis:
     """Return the hypothesis that the recorded ids are the text encoded again, and the record is of other tokens.
 
     Each token is the one whose text goes on with the recorded text, and whose log-probability is the recorded one.
-
-    Args:
-        case: the case.
-        reference: its reference.
-        side: side whose record it is.
     """
     pieces = reference.tokenizer.batch_decode([[token] for token in range(len(reference.tokenizer))])
     sampling, made = case.sampling(side), dict[Ids, Ids]()

@@ -105,20 +105,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer; transformers calls this function.
 
-    Args:
-        module: the attention layer.
-        query: `[rows, heads, tokens, width]`.
-        key: `[rows, kv_heads, tokens, width]`.
-        value: `[rows, kv_heads, tokens, width]`.
-        *_: an unused mask.
-        scaling: factor of the scores.
-        **asked: further options of the layer, of which `sliding_window` is known.
-
-    Returns:
-        The output `[rows, tokens, heads, width]`, and None in place of the weights.
-
-    Raises:
-        ConfigError: the layer has another softmax.
+    `query`: `[rows, heads, tokens, width]`. `key`: `[rows, kv_heads, tokens, width]`. `value`: `[rows, kv_heads,
+    tokens, width]`. Returns the output `[rows, tokens, heads, width]`, and None in place of the weights.
     """
     if asked.get("softcap") is not None or asked.get("s_aux") is not None:
         raise ConfigError("rlite why knows no attention with soft caps or sinks; this run cannot be explained")
@@ -171,13 +159,7 @@ class Reference:
     def logits(
         self, setting: Setting, spans: Sequence[Span], see: See | None = None
     ) -> tuple[Tensor, list[tuple[Ids, Ids]]]:
-        """Return float32 logits [tokens, vocabulary] of the spans' tokens, and the ids before and of each span.
-
-        Args:
-            setting: how to compute.
-            spans: the spans.
-            see: called with the activations of the modules.
-        """
+        """Return float32 logits [tokens, vocabulary] of the spans' tokens, and the ids before and of each span."""
         pairs = [(setting.get("before", tuple)(span.before) or span.before[:1], span.ids) for span in spans]
         if "code" in setting:
             [logits] = (self.serve if setting["code"] == "engine" else self.train)(setting, spans)["logits"]
@@ -250,15 +232,7 @@ class Reference:
     # -- the code of this process --------------------------------------------------------------------------------
 
     def serve(self, setting: Setting, spans: Sequence[Span]) -> Activations:
-        """Return the activations of the engine, which decodes the tokens of each span after a prefill.
-
-        Args:
-            setting: whose weights are served.
-            spans: the spans.
-
-        Raises:
-            DataError: the engine refuses a sequence.
-        """
+        """Return the activations of the engine, which decodes the tokens of each span after a prefill."""
         case, found = self._case, Activations()
         lengths = [len(span.before) + len(span.ids) for span in spans]
         given = case.option("rollout.max_model_len")
@@ -287,12 +261,7 @@ class Reference:
         return found
 
     def train(self, setting: Setting, spans: Sequence[Span]) -> Activations:
-        """Return the activations of the trainer, which computes the spans in one pack, and the logits of their tokens.
-
-        Args:
-            setting: whose weights compute.
-            spans: the spans.
-        """
+        """Return the trainer's activations and the logits of the spans' tokens. It computes the spans in one pack."""
         self._case.load(setting.get("weights", self.exact))
         rows = [torch.tensor((*span.before, *span.ids[:-1])) for span in spans]
         places, sizes = [torch.arange(len(row)) for row in rows], torch.tensor([0, *map(len, rows)])
@@ -304,13 +273,7 @@ class Reference:
 
     @torch.inference_mode()
     def difference(self, side: str, setting: Setting, span: Span) -> Difference | None:
-        """Return the first module in which code differs from the reference beyond rounding; None if none does.
-
-        Args:
-            side: side whose code it is.
-            setting: whose weights compute.
-            span: the sequence.
-        """
+        """Return the first module in which code differs from the reference beyond rounding; None if none does."""
         ids = (*span.before, *span.ids[:-1])
         weights = {"weights": setting.get("weights", self.exact)}
         exact, coarse = Activations(), Activations()
@@ -364,13 +327,7 @@ def _rounded(values: Tensor, dtype: torch.dtype, scaled: str) -> Tensor:
 
 
 def scaled(module: Any, kind: str, factor: float) -> Any:
-    """Return a module of rotary embeddings whose frequencies are scaled otherwise.
-
-    Args:
-        module: the module.
-        kind: the type.
-        factor: its factor.
-    """
+    """Return a module of rotary embeddings whose frequencies are scaled otherwise."""
     config, given = copy.deepcopy(module.config), {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     given |= {"original_max_position_embeddings": config.max_position_embeddings, **config.rope_parameters}
     config.rope_parameters = {**given, "rope_type": kind, "factor": factor}
@@ -378,13 +335,7 @@ def scaled(module: Any, kind: str, factor: float) -> Any:
 
 
 def penalised(logits: Tensor, pairs: Sequence[tuple[Ids, Ids]], setting: Setting) -> Tensor:
-    """Return logits [tokens, vocabulary] less the penalties of a setting, for the ids before each token.
-
-    Args:
-        logits: logits.
-        pairs: the ids before and the own ids of each span.
-        setting: the setting.
-    """
+    """Return logits [tokens, vocabulary] less the penalties of a setting, for the ids before each token."""
     size = logits.shape[-1]
     made = [(own := F.one_hot(torch.tensor(ids), size)).cumsum(0) - own for _, ids in pairs]
     seen = [own + torch.tensor(before).bincount(minlength=size) for own, (before, _) in zip(made, pairs, strict=True)]
@@ -395,13 +346,7 @@ def penalised(logits: Tensor, pairs: Sequence[tuple[Ids, Ids]], setting: Setting
 
 
 def label_logprobs(logits: Tensor, labels: Tensor, setting: Setting) -> Tensor:
-    """Return the log-probabilities of labels [tokens] by logits [tokens, vocabulary], normalised over the kept ids.
-
-    Args:
-        logits: logits.
-        labels: ids of the tokens.
-        setting: has temperature, top_p and top_k, and perhaps min_p.
-    """
+    """Return the log-probabilities of labels [tokens] by logits [tokens, vocabulary], normalised over the kept ids."""
     logprobs = (logits / setting["temperature"]).log_softmax(-1)
     own = logprobs.gather(1, labels[:, None])[:, 0]
     if setting["top_p"] < 1 or setting["top_k"] or setting.get("min_p"):
