@@ -71,8 +71,7 @@ def reading(path: Path, folder: Path | None = None) -> Iterator[BinaryIO]:
 class GrowingFile:
     """Reader of the lines that other processes append to a file.
 
-    Args:
-        path: the file; it need not exist. A link out of its folder is not followed.
+    `path`: the file; it need not exist. A link out of its folder is not followed.
     """
 
     def __init__(self, path: Path) -> None:

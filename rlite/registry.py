@@ -22,13 +22,7 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 
 
 class Table(dict[str, Algorithm]):
-    """Algorithms of one kind by name.
-
-    Args:
-        kind: kind of the algorithms, for error messages.
-        given: names of the positional arguments that the library gives each algorithm.
-        reserved: names of the keyword arguments that the library gives each algorithm.
-    """
+    """Algorithms of one kind by name."""
 
     def __init__(self, kind: str, given: Collection[str], reserved: Collection[str] = ()) -> None:
         super().__init__()

@@ -43,11 +43,7 @@ class StepReport(Observer):
 
 
 class LearningFacts(Observer):
-    """Writes once what the run learns from.
-
-    Args:
-        equal_rewards: whether groups of equal rewards may teach something.
-    """
+    """Writes once what the run learns from."""
 
     def __init__(self, equal_rewards: EqualRewards) -> None:
         self._facts = {"equal_rewards": equal_rewards._asdict()}
@@ -61,8 +57,7 @@ class LearningFacts(Observer):
 class TemplateFile(Observer):
     """Writes the chat template that the options name beside each exported model, so that it is served with it.
 
-    Args:
-        path: the file of the template; None writes nothing.
+    `path`: the file of the template; None writes nothing.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -107,11 +102,7 @@ class RunRecord(EvaluationRecord):
     A run that resumes at step S deletes records of later steps. Groups that are under way when a run ends are recorded
     as aborted, under the step that follows the last one.
 
-    Args:
-        options: say how much is recorded.
-        run: counts the steps, and has the folder and the console.
-        engine: has the collector and the tokenizer.
-        is_filtering: groups of equal rewards are replaced.
+    `is_filtering`: groups of equal rewards are replaced.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ NAMING = ("env_vars", "tool_env_vars", "key_env")
 
 
 class PrintLog(Observer):
-    """Shows what functions print in sandbox processes once for each kind, and keeps it in the run's folder.
-
-    Args:
-        run: the run.
-    """
+    """Shows what functions print in sandbox processes once for each kind, and keeps it in the run's folder."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, self._path, self._lock = run, run.folder / PRINTS, threading.Lock()

@@ -71,14 +71,8 @@ SHOWN = (
 class Parts:
     """Parts of a trainer.
 
-    Args:
-        options: the run's config.
-        workflow: workflow of training; see `PpoTrainer`, also for the next four.
-        train_rows: prompts to train on.
-        test_rows: prompts to evaluate on, or those of several sets by name.
-        test_workflow: workflow of evaluations, or several by the names of their sets.
-        callbacks: callbacks besides those of the options.
-        evaluated: metrics from which the best model is chosen.
+    `workflow`: workflow of training; see `PpoTrainer`, also for the next four. `test_workflow`: workflow of
+    evaluations, or several by the names of their sets.
     """
 
     def __init__(

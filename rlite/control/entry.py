@@ -139,10 +139,7 @@ def run_in_job(job: str, submission: str, role: str, factory: WorkerFactory, con
 class JobOutput:
     """Events of a job and the output of its processes on this machine, printed as far as they are new.
 
-    Args:
-        name: name of the job.
-        submission: its submission.
-        role: role of the processes; "" for all and for the events, EVENTS for the events alone.
+    `role`: role of the processes; "" for all and for the events, EVENTS for the events alone.
     """
 
     def __init__(self, name: str, submission: str, role: str) -> None:

@@ -219,12 +219,7 @@ class Judge:
 
 
 class Rounds:
-    """Rounds of questions to the agents of all nodes.
-
-    Args:
-        judge: judges the answers, and knows the processes.
-        ask: asks a node's agent about processes.
-    """
+    """Rounds of questions to the agents of all nodes."""
 
     def __init__(self, judge: Judge, ask: Callable[[str, Sequence[int]], Future[Outcome]]) -> None:
         self._judge, self._ask = judge, ask

@@ -190,8 +190,7 @@ class StaleRendezvous(RliteError):
 class Rendezvous:
     """Rendezvous of all roles.
 
-    Args:
-        timeout: seconds for a process to hold a port.
+    `timeout`: seconds for a process to hold a port.
     """
 
     def __init__(self, timeout: float) -> None:

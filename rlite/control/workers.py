@@ -291,15 +291,7 @@ class TrainerRun(ABC):
 
 
 class TrainerProcess(TrainerRun):
-    """Worker of the process of a user's trainer.
-
-    Args:
-        plan: plan of the job.
-        roles: processes of the workloads, by role.
-        make_handle: makes a worker handle of an actor and its name.
-        report_late: tells the master that calls are late.
-        context: place of the process.
-    """
+    """Worker of the process of a user's trainer."""
 
     def __init__(
         self,
@@ -354,14 +346,7 @@ NODE = "here"
 
 
 class ProgramProcess(TrainerRun):
-    """Worker of the trainer's process of a program: `python -m MODULE --config FILE`.
-
-    Args:
-        plan: plan of the job: `spec.trainer` is the MODULE, and `spec.config` is the FILE.
-        ray_address: address of the cluster.
-        has_begun: an earlier start of the program has reported.
-        context: place of the process.
-    """
+    """Worker of the trainer's process of a program: `python -m MODULE --config FILE`."""
 
     def __init__(self, plan: JobPlan, ray_address: str, has_begun: bool, context: WorkerContext) -> None:
         super().__init__()

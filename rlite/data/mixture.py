@@ -68,13 +68,7 @@ class MixedOrder(ShuffledOrder):
     Every source yields its items as a ShuffledOrder does, and continues across epochs: an item repeats only after all
     other items of its source.
 
-    Args:
-        mixture: the sources.
-        seed: seed of the order.
-        digest: returns a hash of all items. A state belongs to one hash.
-
-    Raises:
-        ConfigError: a source has no item in an epoch.
+    `digest`: returns a hash of all items. A state belongs to one hash.
     """
 
     def __init__(self, mixture: Mixture, seed: int, digest: Callable[[], str] | None = None) -> None:

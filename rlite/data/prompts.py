@@ -92,13 +92,7 @@ class ShuffledOrder:
 
     `position` counts the numbers returned so far; set it to continue from there.
 
-    Args:
-        num_items: items of data.
-        seed: seed of the order.
-        digest: returns a hash of the items. A state belongs to one hash.
-
-    Raises:
-        ConfigError: there are no items.
+    `digest`: returns a hash of the items. A state belongs to one hash.
     """
 
     def __init__(self, num_items: int, seed: int, digest: Callable[[], str] | None = None) -> None:
@@ -158,12 +152,7 @@ MAX_ITEM = 200
 
 
 class Prompt(dict[str, Any]):
-    """A row of the data, with its name in the record of a run.
-
-    Args:
-        row: the row.
-        item: name of the row.
-    """
+    """A row of the data, with its name in the record of a run."""
 
     def __init__(self, row: Mapping[str, Any], item: str) -> None:
         super().__init__(row)
@@ -179,10 +168,7 @@ def item_name(row: Mapping[str, Any], number: int | str) -> str:
 class PromptStream:
     """Endless batches of rows: each epoch in another order that depends only on seed and epoch.
 
-    Args:
-        rows: the table; not read if it is streamed.
-        batch_size: rows of a batch.
-        order: order of the rows, or the stream of a table that is streamed.
+    `rows`: the table; not read if it is streamed.
     """
 
     def __init__(self, rows: Table, batch_size: int, order: ShuffledOrder | ShuffledStream[Mapping[str, Any]]) -> None:

@@ -29,9 +29,21 @@ Row = dict[str, Any]
 def build_problems(name: str, size: int, seed: int, *, exclude: Iterable[str] = (), **options: Any) -> list[Row]:
     """Make distinct problems of a reasoning-gym task, the same for the same arguments.
 
-    `seed`: problem i is made from seed + i; repeated problems are skipped. Returns rows of `messages` (one user turn:
-    the question), `answer` (reasoning-gym's solution; other answers may verify, too) and `metadata` (for the verifier;
-    `metadata["source_dataset"]` is `name`). Questions that differ only in case count as one.
+    Args:
+        name: a task of reasoning-gym, such as "spell_backward".
+        size: number of rows.
+        seed: problem i is made from seed + i; repeated problems are skipped.
+        exclude: questions (see `question_of`) that must not occur.
+        **options: fields of the task's own config, such as max_word_len.
+
+    Returns:
+        Rows of `messages` (one user turn: the question), `answer` (reasoning-gym's solution; other answers may verify,
+            too) and `metadata` (for the verifier; `metadata["source_dataset"]` is `name`). Questions that differ only
+            in case count as one.
+
+    Raises:
+        ConfigError: reasoning-gym is missing, or does not know the task or an option.
+        DataError: the task has fewer distinct problems.
     """
     draws = size * ATTEMPTS_PER_PROBLEM
     dataset = make_task(name, seed=seed, size=draws, **options)

@@ -347,12 +347,6 @@ class BatchLoader:
     Iteration continues from the position, which moves when a batch is yielded. A state that is saved while a batch is
     trained on therefore continues with the next batch. Every item occurs once per epoch, except in a mixture with
     weights. The epoch's last batch may be smaller.
-
-    Args:
-        rows: the data.
-        batch_size: items in a batch (a preference pair is one item and two rows).
-        seed: seed of the order.
-        n_epochs: epochs to yield.
     """
 
     def __init__(self, rows: TokenRows, batch_size: int, seed: int = 0, n_epochs: int = 1) -> None:
@@ -394,12 +388,6 @@ class StreamLoader:
     """Loader of a number of shuffled batches of a streamed table, epoch by epoch.
 
     As with a `BatchLoader`, an epoch's last batch may be smaller.
-
-    Args:
-        table: the data.
-        batch_size: items in a batch (a preference pair is one item and two rows).
-        seed: seed of the order.
-        num_batches: batches to yield.
     """
 
     def __init__(self, table: StreamedTable[TokenRows], batch_size: int, seed: int, num_batches: int) -> None:

@@ -42,12 +42,7 @@ class MemorySnapshot:
 
 
 class StateWriting:
-    """A checkpoint that workers write while training continues.
-
-    Args:
-        path: final path of the checkpoint.
-        workers: the workers that write it.
-    """
+    """A checkpoint that workers write while training continues."""
 
     def __init__(self, path: Path, workers: WorkerSet) -> None:
         self.path = path

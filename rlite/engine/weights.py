@@ -77,16 +77,7 @@ def sync_weights(
 
 
 class Sync:
-    """The layouts and the plan of one sync.
-
-    Args:
-        source: a train engine.
-        target: an engine with memory for weights on its device.
-        may_share: let a source on CPU describe its tensors with handles to its memory.
-
-    Raises:
-        WeightSyncError: a tensor does not match.
-    """
+    """The layouts and the plan of one sync."""
 
     def __init__(self, source: Engine, target: Engine, may_share: bool) -> None:
         self.source, self.target = source, target

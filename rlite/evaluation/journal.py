@@ -36,14 +36,7 @@ class Journal:
 
     Its owner holds the folder's lock.
 
-    Args:
-        path: the file. One that exists is continued.
-        settings: the settings that decide the samples.
-        overwrite: start over, regardless of the content of the file.
-
-    Raises:
-        ConfigError: the file holds samples of other settings, or is no journal.
-        StorageError: the file cannot be read.
+    `path`: the file. One that exists is continued.
     """
 
     def __init__(self, path: Path, settings: Settings, overwrite: bool = False) -> None:

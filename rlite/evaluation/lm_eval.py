@@ -110,7 +110,12 @@ class RliteLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as the model reads it.
 
-        `add_generation_prompt`: the model's turn begins. Otherwise it continues the last message.
+        Args:
+            chat_history: the messages.
+            add_generation_prompt: the model's turn begins. Otherwise it continues the last message.
+
+        Raises:
+            TemplateRefusal: the chat template fails.
         """
         return self._template.render(
             chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
@@ -119,8 +124,10 @@ class RliteLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the tokens of a text.
 
-        `string`: the text. A beginning-of-text token in it is not added twice. `add_special_tokens`: whether the
-        tokenizer adds special tokens; None is `add_bos_token`.
+        Args:
+            string: the text. A beginning-of-text token in it is not added twice.
+            add_special_tokens: whether the tokenizer adds special tokens; None is `add_bos_token`.
+            **kwargs: unused.
         """
         special = self._special_tokens if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
@@ -128,7 +135,12 @@ class RliteLM(TemplateLM):
         return self.tokenizer.encode(string, **special)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of each text. Longer texts are scored in windows, each token once."""
+        """Return the log-likelihood of each text. Longer texts are scored in windows, each token once.
+
+        Args:
+            requests: the harness's requests, whose arguments are `(text,)`.
+            disable_tqdm: unused.
+        """
         windows = [self._windows(text) for (text,) in (request.args for request in requests)]
         scored = iter(self._loglikelihood_tokens(list(itertools.chain(*windows))))
         totals = [math.fsum(next(scored)[0] for _ in each) for each in windows]
@@ -137,7 +149,15 @@ class RliteLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the answer to each context, up to its first stop string."""
+        """Return the answer to each context, up to its first stop string.
+
+        Args:
+            requests: the harness's requests, whose arguments are `(context, options)`.
+            disable_tqdm: unused.
+
+        Raises:
+            UnknownOptionError: the engine does not know an option.
+        """
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
@@ -160,7 +180,12 @@ class RliteLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Sequence[Encoded], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding would produce it.
 
-        `requests`: contexts and continuations. A context that is too long loses its beginning.
+        Args:
+            requests: contexts and continuations. A context that is too long loses its beginning.
+            **kwargs: unused.
+
+        Raises:
+            DataError: a continuation is empty or too long.
         """
         self.num_requests += len(requests)
         answers = []

@@ -26,11 +26,7 @@ from rlite.wording import counted
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer of the model to one item, with its score.
-
-    Raises:
-        DataError: the score is not finite.
-    """
+    """One answer of the model to one item, with its score."""
 
     item: str
     """name of the data item, which no other item has"""

@@ -35,10 +35,7 @@ class EvaluationRecord(Observer):
 
     A record that cannot be written ends with a warning; the run goes on.
 
-    Args:
-        options: say how much is recorded.
-        run: counts the steps, and has the folder and the console.
-        model: folder or hub name of the model, for its tokenizer; "" if nothing is recorded.
+    `model`: folder or hub name of the model, for its tokenizer; "" if nothing is recorded.
     """
 
     def __init__(self, options: RecordOptions, run: TrainingRun, model: str = "") -> None:

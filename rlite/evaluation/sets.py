@@ -20,11 +20,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts to evaluate on, and the way in which they are answered and scored.
-
-    Raises:
-        DataError: there are no rows.
-    """
+    """Prompts to evaluate on, and the way in which they are answered and scored."""
 
     name: str
     """"" for the only set of a run"""

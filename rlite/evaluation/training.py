@@ -50,12 +50,6 @@ class Evaluations:
 
     A set is due every `every` steps, at the end of the run, and if it asks for it before the first step. An interrupted
     run waits for no evaluation. A run that is resumed owes the evaluations that its checkpoint lacks.
-
-    Args:
-        run: counts the steps.
-        engines: serve the policy.
-        sets: the sets by name.
-        schedule: says which sets are due.
     """
 
     def __init__(self, run: TrainingRun, engines: Engines, sets: Sets, schedule: EvaluationSchedule) -> None:
@@ -117,13 +111,6 @@ class BackgroundEvaluations(Evaluations):
 
     The checkpoint of an interrupted run may also meet evaluations of an earlier step. The run that resumes makes them
     again first: with the weights of their step if the evaluated model was kept, which `best_metric` needs.
-
-    Args:
-        run: counts the steps.
-        engines: serve the policy.
-        sets: the sets by name.
-        schedule: says which sets are due.
-        keeps_model: write the evaluated model to disk, for a best model is chosen.
     """
 
     def __init__(
@@ -240,9 +227,7 @@ NUM_REASONS = 3
 class InvalidEvaluations:
     """Finds invalid evaluations, and reports the first one of each set.
 
-    Args:
-        options: options of the sets by name; a set without options has the defaults.
-        run: counts the steps, and has the console.
+    `options`: options of the sets by name; a set without options has the defaults.
     """
 
     def __init__(self, options: Mapping[str, GeneratedOptions], run: TrainingRun) -> None:
@@ -286,13 +271,6 @@ class AnsweringEngine:
     """Answers prompts with the weights of the trained engine, in turns with training and on the same devices.
 
     On GPUs the trained model leaves the devices meanwhile. Without sets nothing is built.
-
-    Args:
-        options: the engine that answers.
-        model: folder or hub name of the model that is trained.
-        seed: of the answers.
-        trained: the engine that is trained.
-        sets: the sets by name.
     """
 
     def __init__(self, options: ServingOptions, model: str, seed: int, trained: RliteTrainEngine, sets: Sets) -> None:

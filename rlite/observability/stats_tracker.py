@@ -118,7 +118,11 @@ class StatsTracker:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix keys that are recorded inside the block with `name/`; scopes nest."""
+        """Prefix keys that are recorded inside the block with `name/`; scopes nest.
+
+        Yields:
+            None.
+        """
         frame = self._frame.get()
         with self._inside(replace(frame, prefix=f"{frame.prefix}{name}/")):
             yield
@@ -138,7 +142,11 @@ class StatsTracker:
                 recording.spans.append((key, started - recording.began, ended - recording.began))
 
     def denominator(self, **masks: Any) -> None:
-        """Announce bool masks by name for the `stat` calls that follow; exports how many elements each mask selects."""
+        """Announce bool masks by name for the `stat` calls that follow; exports how many elements each mask selects.
+
+        Raises:
+            ConfigError: a mask is not a bool tensor.
+        """
         frame = self._frame.get()
         for key, mask in masks.items():
             if not hasattr(mask, "detach"):
@@ -149,7 +157,16 @@ class StatsTracker:
             self._add(key, _Statistic("a denominator or a count", mask.sum()))
 
     def stat(self, denominator: str, **values: Any) -> None:
-        """Record tensors of the mask's shape; exports mean, min and max of the elements that the mask selects."""
+        """Record tensors of the mask's shape; exports mean, min and max of the elements that the mask selects.
+
+        Args:
+            denominator: name of the mask.
+            **values: tensors by key.
+
+        Raises:
+            UnknownOptionError: no mask of that name was announced here.
+            ConfigError: a tensor has another shape than the mask.
+        """
         frame = self._frame.get()
         if denominator not in frame.masks:
             remedy = did_you_mean(denominator, frame.masks) if frame.masks else "announce it first, by denominator(...)"
@@ -176,7 +193,8 @@ class StatsTracker:
     def apart(self) -> Iterator[Recording]:
         """Redirect what this thread or task records inside the block into a recording, with scopes of its own.
 
-        Yields the recording, for `add`.
+        Yields:
+            The recording, for `add`.
         """
         recording = Recording()
         with self._inside(_Frame(recording=recording)):

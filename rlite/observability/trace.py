@@ -61,12 +61,8 @@ class Tracer:
 
     If the file cannot be written, one warning is logged, and later events are dropped.
 
-    Args:
-        path: where it is written; an older file is kept, see `set_aside`.
-        max_events: largest number of events; later events are counted, and the last event has their number.
-
-    Raises:
-        StorageError: the file cannot be made.
+    `path`: where it is written; an older file is kept, see `set_aside`. `max_events`: largest number of events; later
+    events are counted, and the last event has their number.
     """
 
     def __init__(self, path: str | Path, max_events: int = MAX_EVENTS) -> None:

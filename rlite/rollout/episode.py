@@ -31,9 +31,7 @@ class Episode:
 
     Times are seconds by `time.monotonic` after the submission of the group. Spans may overlap.
 
-    Args:
-        submitted: `time.monotonic()` at the submission.
-        siblings: all episodes of the group, in order; the episode forgets them at its end.
+    `siblings`: all episodes of the group, in order; the episode forgets them at its end.
     """
 
     def __init__(self, submitted: float, siblings: Sequence[Episode] = ()) -> None:
@@ -95,12 +93,7 @@ class Episode:
 
 
 class Span:
-    """A context that records the time of its block as a span of an episode. Generators would cost more.
-
-    Args:
-        episode: waits inside of the block.
-        name: generate or reward.
-    """
+    """A context that records the time of its block as a span of an episode. Generators would cost more."""
 
     __slots__ = ("_began", "_episode", "_name")
 
@@ -169,16 +162,9 @@ class SampleInference:
 
     A request that truncates asks for `kept_ids`, if the episode is trained on and the engine offers them.
 
-    Args:
-        engine: generates; its other attributes are available, too.
-        episode: counts the tokens, and the waits for the engine.
-        draws: of the episode's attempts.
-        sample: number of the episode among those of its item.
-        seed: of the episode; None leaves the random numbers to the order of requests.
-        affinity: replaces the `rid` of all requests: siblings share a replica, which prefills their prompt once.
-        is_trained: the episode is trained on.
-        keeps_tokens: whether the episode also keeps the tokens.
-        extras: columns that each request of an episode that is trained on asks for, besides.
+    `engine`: generates; its other attributes are available, too. `seed`: of the episode; None leaves the random numbers
+    to the order of requests. `affinity`: replaces the `rid` of all requests: siblings share a replica, which prefills
+    their prompt once.
     """
 
     def __init__(

@@ -164,10 +164,8 @@ class LoopThread:
 
     Other threads use `call`, `submit` and `wait`. The loop's own thread uses `start_task` and `die`.
 
-    Args:
-        name: name of the thread.
-        block_limit: seconds of an episode. Code that blocks the loop for longer is named. `LOOK_INTERVAL` later, the
-            thread that waits gets an error. None sets no limit.
+    `name`: name of the thread. `block_limit`: seconds of an episode. Code that blocks the loop for longer is named.
+    `LOOK_INTERVAL` later, the thread that waits gets an error. None sets no limit.
     """
 
     def __init__(self, name: str, block_limit: float | None = None) -> None:
@@ -278,12 +276,8 @@ class LoopThread:
 class SharedLoop(LoopThread):
     """An event loop whose state callers in other threads share: a lock, conditions to wait for, an error that stops.
 
-    Args:
-        name: name of the thread.
-        what: name of the owner in messages.
-        error: class of the errors that callers get when the loop has ended.
-        patience: seconds between two looks of a caller at what becomes true by the clock alone.
-        block_limit: see `LoopThread`.
+    `name`: name of the thread. `patience`: seconds between two looks of a caller at what becomes true by the clock
+    alone.
     """
 
     def __init__(

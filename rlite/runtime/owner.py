@@ -77,11 +77,7 @@ def _here() -> str:
 class FolderLock:
     """Lock of a folder, held until `close` or the end of the process. Its file names the process.
 
-    Args:
-        file: the locked file.
-        path: path of the file.
-        made: folders that were made for the lock, the innermost first.
-        is_kept: the file stays after `close`, and names no process then.
+    `made`: folders that were made for the lock, the innermost first.
     """
 
     def __init__(self, file: TextIO, path: Path, made: Sequence[Path], is_kept: bool) -> None:

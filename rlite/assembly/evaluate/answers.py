@@ -353,18 +353,7 @@ def read_generated(
 
 
 class PromptAnswers:
-    """The answers that a model has still to give. Making it checks the model and all prompts; no weights are read.
-
-    Args:
-        candidate: the model, and the samples that it has.
-        items: rows of the data.
-        make_workflow: makes the workflow that asks the items.
-        request: what the command asks.
-
-    Raises:
-        ConfigError: the checkpoint has no tokenizer.
-        DataError: a prompt cannot be asked.
-    """
+    """The answers that a model has still to give. Making it checks the model and all prompts; no weights are read."""
 
     def __init__(
         self, candidate: Candidate, items: Rows, make_workflow: MakeWorkflow, request: EvaluationRequest
@@ -440,15 +429,6 @@ class TaskAnswers:
 
     The journal has a line for each task that has ended, or for each sample of a task that generates text. The harness's
     cache has greedy answers and log-likelihoods of the task under way.
-
-    Args:
-        candidate: the model, and the tasks that it has done.
-        manager: the harness's task manager.
-        request: what the command asks.
-        folder: folder of the evaluation.
-
-    Raises:
-        ConfigError: the checkpoint has no tokenizer.
     """
 
     def __init__(self, candidate: Candidate, manager: Any, request: EvaluationRequest, folder: Path) -> None:

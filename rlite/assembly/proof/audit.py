@@ -153,14 +153,7 @@ def check_lines(source: Source, report: Report) -> None:
 
 
 class RlAudit:
-    """The checks of a run that learns from rollouts.
-
-    Args:
-        source: the run.
-        report: takes contradictions.
-        code: the user's file.
-        rollouts: checks the record.
-    """
+    """The checks of a run that learns from rollouts."""
 
     def __init__(self, source: Source, report: Report, code: str | None, rollouts: RolloutChecks) -> None:
         self._source, self._report, self._code, self._rollouts = source, report, code, rollouts

@@ -68,10 +68,6 @@ class HashChain(Observer):
     """Appends a link to the chain when the run starts, saves and ends. A chain that cannot be written costs a warning.
 
     It is the last of the observers: what the others write at the end is in its last link.
-
-    Args:
-        trainer: the trainer.
-        run: the run, whose folder is still as it was when the run was stopped.
     """
 
     def __init__(self, trainer: Any, run: TrainingRun) -> None:

@@ -26,12 +26,7 @@ Sequences = Mapping[Place, Sequence[Mapping[str, Any]]]
 
 
 class RecordedEngine(ScriptedEngine):
-    """Engine that answers with the recorded tokens of one rollout.
-
-    Args:
-        sequence: a recorded sequence: a prompt, and one turn of the model.
-        is_truncated: a limit cut the model off.
-    """
+    """Engine that answers with the recorded tokens of one rollout."""
 
     def __init__(self, sequence: Mapping[str, Any], is_truncated: bool) -> None:
         first = sequence["mask"].index(True)
@@ -46,13 +41,7 @@ class RecordedEngine(ScriptedEngine):
 
 
 class RewardChecks:
-    """Computes the rewards of recorded single-turn rollouts again.
-
-    Args:
-        source: the run.
-        code: the user's file with its rewards.
-        report: takes contradictions.
-    """
+    """Computes the rewards of recorded single-turn rollouts again."""
 
     def __init__(self, source: Source, code: str, report: Report) -> None:
         self._report = report

@@ -33,10 +33,8 @@ def place_of(row: Row) -> str:
 class RolloutChecks:
     """Checks recorded rollouts: rows of training step by step, and sequences of tokens.
 
-    Args:
-        report: takes contradictions.
-        texts: decodes tokens; None if there is no tokenizer.
-        vocabulary: size of the model's vocabulary; None if it is not known.
+    `texts`: decodes tokens; None if there is no tokenizer. `vocabulary`: size of the model's vocabulary; None if it is
+    not known.
     """
 
     def __init__(self, report: Report, texts: TokenTexts | None, vocabulary: int | None) -> None:

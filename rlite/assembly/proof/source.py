@@ -68,12 +68,7 @@ _FACTS = TypeAdapter(BundleFacts)
 
 
 class Source:
-    """The steps of a run.
-
-    Args:
-        folder: folder of the run, or an unpacked bundle.
-        options: name the folder with the checkpoints and the user's file.
-    """
+    """The steps of a run."""
 
     def __init__(self, folder: Path, options: ReplayConfig) -> None:
         self.folder, self._code = folder, options.code

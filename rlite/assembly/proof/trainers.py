@@ -205,12 +205,7 @@ def literal(tree: Any, variables: Sequence[str] = ()) -> Any:
 
 
 class RecordedWorkflow(RolloutWorkflow):
-    """Workflow of a run whose rollouts are recorded: it is never run.
-
-    Args:
-        gconfig: the sampling of the run.
-        batch: a batch of the run, with the seats that were trained.
-    """
+    """Workflow of a run whose rollouts are recorded: it is never run."""
 
     needs_prompt = False
 
@@ -224,15 +219,7 @@ class RecordedWorkflow(RolloutWorkflow):
 
 
 class RecordedSteps:
-    """A trainer that makes recorded steps again. Needs a session.
-
-    Args:
-        run: the run's trainer.
-        options: its options, from `RunOfTrainer.options`.
-        total_steps: steps of the whole run, over which the learning rate moves.
-        example: a batch of the run.
-        logged: metrics of the steps by their numbers, which name coefficients that callbacks had set.
-    """
+    """A trainer that makes recorded steps again. Needs a session."""
 
     def __init__(
         self, run: RunOfTrainer, options: LaunchOptions, total_steps: int, example: TensorDict, logged: Logged

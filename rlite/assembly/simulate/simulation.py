@@ -153,12 +153,7 @@ class _Replica:
 
 
 class Simulation:
-    """A trainer and its rollouts. After `run`, its attributes say what has happened.
-
-    Args:
-        workload: what is simulated.
-        seed: seed of all draws.
-    """
+    """A trainer and its rollouts. After `run`, its attributes say what has happened."""
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
         self.workload, self.limits, self._rng = workload, workload.limits, random.Random(seed)

@@ -114,7 +114,16 @@ def main(argv: Sequence[str]) -> None:
 def explain_mismatch(run: str | Path, step: int | None = None, sequences: int = 4, tokens: int = 64) -> Explanation:
     """Return why the log-probabilities that a run has recorded of its engine and its trainer disagree.
 
-    `step`: step whose rows are explained; None takes the newest whose weights are there.
+    Args:
+        run: folder of the run.
+        step: step whose rows are explained; None takes the newest whose weights are there.
+        sequences: recorded sequences that are scored again.
+        tokens: tokens of the model that are scored again.
+
+    Raises:
+        ConfigError: the folder is no run with rollouts, or its model is gone.
+        DataError: the run has recorded no tokens.
+        CheckpointError: no weights of the run can be read.
     """
     with session_of(LaunchOptions(launcher="inprocess", num_devices=1)):
         case = open_case(Path(run), step, sequences, tokens)
@@ -131,13 +140,7 @@ def explain_mismatch(run: str | Path, step: int | None = None, sequences: int = 
 
 
 class Search:
-    """The search for the cause of a side's record.
-
-    Args:
-        case: the case.
-        reference: its reference.
-        side: the side.
-    """
+    """The search for the cause of a side's record."""
 
     def __init__(self, case: Case, reference: Reference, side: str) -> None:
         self._case, self._reference, self._side = case, reference, side

@@ -135,11 +135,7 @@ AttentionInterface.register(NAME, attend)
 
 
 class Reference:
-    """The model of a case, to be computed in any setting.
-
-    Args:
-        case: the case.
-    """
+    """The model of a case, to be computed in any setting."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -284,12 +280,7 @@ class Reference:
 
 
 class _Routers(TorchFunctionMode):
-    """A mode in which routers score or choose experts otherwise.
-
-    Args:
-        setting: has `order`, `choice`, or `expert` and `odds`.
-        weights: matrices of the routers.
-    """
+    """A mode in which routers score or choose experts otherwise."""
 
     def __init__(self, setting: Setting, weights: Sequence[Tensor]) -> None:
         super().__init__()

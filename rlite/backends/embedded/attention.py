@@ -94,15 +94,7 @@ AttentionInterface.register(ATTENTION, page_attention)
 
 
 class PrefillPlan(AttentionPlan):
-    """Chunks of many prompts packed in one row. Each chunk attends to its own sequence alone.
-
-    Args:
-        cache: the cache.
-        chunks: the chunks, in the order of the row.
-        is_flash: compute the attention of all chunks by one call of `varlen`, not by one call for each chunk.
-        is_invariant: compute tokens with the bits of decode steps, by `rlite.backends.models.batch_invariant.attend`.
-        is_fixed: compute the one chunk, which may be padded, by the kernel and the memory layout of any other chunk.
-    """
+    """Chunks of many prompts packed in one row. Each chunk attends to its own sequence alone."""
 
     def __init__(
         self, cache: PagedCache, chunks: Sequence[Chunk], is_flash: bool, is_invariant: bool, is_fixed: bool = False
@@ -223,10 +215,7 @@ Past = dict[int, tuple[Tensor, Tensor]]
 class ScoringPlan(AttentionPlan):
     """Chunks of many prompts packed in one row, beside the cache.
 
-    Args:
-        chunks: the chunks of one piece.
-        before: plan of the earlier piece with the prompt that the first chunk continues, if there is any.
-        device: device of the model.
+    `before`: plan of the earlier piece with the prompt that the first chunk continues, if there is any.
     """
 
     def __init__(self, chunks: Sequence[Chunk], before: ScoringPlan | None, device: torch.device) -> None:
@@ -266,11 +255,8 @@ class ScoringPlan(AttentionPlan):
 class StepsPlan(AttentionPlan):
     """One token of each row, for the steps of a burst.
 
-    Args:
-        cache: the cache.
-        table: pages of the rows' sequences, `[rows, pages]`.
-        positions: positions of the tokens, `[steps, rows]`.
-        first_row: row of the first sequence.
+    `table`: pages of the rows' sequences, `[rows, pages]`. `positions`: positions of the tokens, `[steps, rows]`.
+    `first_row`: row of the first sequence.
     """
 
     def __init__(self, cache: PagedCache, table: Tensor, positions: Tensor, first_row: int = 0) -> None:
@@ -333,12 +319,7 @@ class KernelDecodePlan(StepsPlan):
 
 
 class CheckPlan(PrefillPlan):
-    """Several tokens of some sequences, each of which sees its sequence up to itself: `decode.c`'s part of a prefill.
-
-    Args:
-        cache: the cache, whose keys are blocked.
-        chunks: the chunks, in the order of the row.
-    """
+    """Several tokens of some sequences; each sees its sequence up to itself: `decode.c`'s part of a prefill."""
 
     def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
         super().__init__(cache, chunks, is_flash=False, is_invariant=False)

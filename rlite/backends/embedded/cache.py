@@ -78,8 +78,7 @@ LOGITS_COPIES = 4
 class Targets:
     """Places at which keys and values of some tokens are stored.
 
-    Args:
-        rows: `[tokens]`, page * BLOCK + position within the page.
+    `rows`: `[tokens]`, page * BLOCK + position within the page.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -206,11 +205,7 @@ class PagedCache:
 
     The cache begins as zeros: a masked position still takes part in the product, with weight zero.
 
-    Args:
-        shape: sizes of the cache.
-        dtype: dtype of keys and values.
-        device: device of the memory.
-        state: recurrent state of one sequence, by the number of the mixer.
+    `state`: recurrent state of one sequence, by the number of the mixer.
     """
 
     def __init__(

@@ -50,9 +50,8 @@ class Pointwise:
     In C, each is one pass over the memory. PyTorch needs five operations for a root mean square alone, and with several
     threads, the gaps between so many short operations are so long that threads fall asleep.
 
-    Args:
-        angles: `[max_len, 2, head_dim]`, cosines and sines, of which those of the first half are negated.
-        is_native: compute by `decode.c`. Otherwise each operation rounds as in transformers.
+    `angles`: `[max_len, 2, head_dim]`, cosines and sines, of which those of the first half are negated. `is_native`:
+    compute by `decode.c`. Otherwise each operation rounds as in transformers.
     """
 
     def __init__(self, angles: Tensor, is_native: bool) -> None:
@@ -163,11 +162,7 @@ ROTATED, ATTENDED = "self_attn.rotated", "self_attn.attended"
 class LeanDecoder:
     """The computation of one model. The model owns the parameters.
 
-    Args:
-        model: a model of a class in `FAMILY`.
-        device: device of the table of rotary angles.
-        max_len: longest sequence, in tokens.
-        is_invariant: `rlite.backends.models.batch_invariant` computes the model.
+    `max_len`: longest sequence, in tokens.
     """
 
     def __init__(self, model: Any, device: torch.device, max_len: int, is_invariant: bool) -> None:
@@ -336,15 +331,7 @@ def served_layers(model: PreTrainedModel, plan: TensorParallelPlan) -> Attention
 class ShardedModel:
     """The model of one worker. It begins on the meta device; `load` or `allocate` gives it memory on `device`.
 
-    Args:
-        path: folder of a Hugging Face checkpoint.
-        options: options of the executor.
-        device: device of this rank.
-        tp_group: the ranks that share the heads; None is one rank.
-
-    Raises:
-        ConfigError: the model cannot be served, because it has no attention backend or its heads do not divide.
-        CheckpointError: `path` holds no usable checkpoint.
+    `tp_group`: the ranks that share the heads; None is one rank.
     """
 
     def __init__(

@@ -58,11 +58,9 @@ class Prefix(NamedTuple):
 class PagePool:
     """All pages of one cache, and the tree.
 
-    Args:
-        num_pages: number of pages; page TRASH belongs to no sequence.
-        max_branches: most leaves of the tree. It bounds the memory that ended sequences touch.
-        is_exact: a page is read from its beginning to the end of its node's tokens, or not at all.
-        states: slots for recurrent states. If there are any, a prefix is known where a state is kept.
+    `num_pages`: number of pages; page TRASH belongs to no sequence. `max_branches`: most leaves of the tree. It bounds
+    the memory that ended sequences touch. `states`: slots for recurrent states. If there are any, a prefix is known
+    where a state is kept.
     """
 
     def __init__(self, num_pages: int, max_branches: int, is_exact: bool = False, states: range = range(0)) -> None:

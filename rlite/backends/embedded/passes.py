@@ -119,9 +119,6 @@ class GraphRecorder:
 
     All recordings use one stream and one memory pool, because they never run at the same time. Each stream costs a
     workspace of cuBLAS, which is never freed.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,15 +153,7 @@ class GraphRecorder:
 
 
 class DecodeGraphs:
-    """The captured steps of one model and their input buffers, on one device without tensor parallelism.
-
-    Args:
-        model: the model.
-        num_rows: largest batch.
-        max_len: longest sequence.
-        recorder: recorder of steps.
-        kernel: computes the attention.
-    """
+    """The captured steps of one model and their input buffers, on one device without tensor parallelism."""
 
     def __init__(
         self,

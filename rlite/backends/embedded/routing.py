@@ -12,12 +12,7 @@ from rlite.data.routing import RoutingShape
 
 
 class RoutingRecorder:
-    """Writes the choices of a model's layers into the cache, if it is asked to keep them.
-
-    Args:
-        model: the model.
-        shape: form of its choices.
-    """
+    """Writes the choices of a model's layers into the cache, if it is asked to keep them."""
 
     def __init__(self, model: nn.Module, shape: RoutingShape) -> None:
         self.shape = shape

@@ -176,15 +176,10 @@ class Copies(NamedTuple):
 class Scheduler:
     """The queue, rows and pages of one worker.
 
-    Args:
-        num_rows: number of sequences that run together.
-        max_prefill_tokens: number of tokens of one prefill forward.
-        num_pages: number of pages.
-        keeps_caches: later sequences may continue from what decode steps wrote. Otherwise only prompts are shared, and
-            a sequence gets all its pages at once, so that it is never recomputed.
-        has_state: sequences also have recurrent states. A state belongs to all tokens that were computed, so a sequence
-            continues from a kept state: at the end of a prompt with siblings, at the last page border of a prompt if
-            there is a free slot, or where a sequence ended.
+    `keeps_caches`: later sequences may continue from what decode steps wrote. Otherwise only prompts are shared, and a
+    sequence gets all its pages at once, so that it is never recomputed. `has_state`: sequences also have recurrent
+    states. A state belongs to all tokens that were computed, so a sequence continues from a kept state: at the end of a
+    prompt with siblings, at the last page border of a prompt if there is a free slot, or where a sequence ended.
     """
 
     def __init__(

@@ -138,9 +138,6 @@ class Speculator:
     A decode step takes as long as FIXED_ROWS + rows, in units of a row. A check of some proposals adds their number. So
     it pays if the share of accepted tokens is above rows / (rows + FIXED_ROWS): at a few rows nearly always, in a full
     batch only for texts that hardly vary.
-
-    Args:
-        is_always: check all proposals, whatever they cost.
     """
 
     def __init__(self, is_always: bool) -> None:

@@ -16,12 +16,7 @@ from rlite.backends.models.mixers import State
 
 
 class SlotStates:
-    """One state of each mixer in each slot.
-
-    Args:
-        shapes: the state of one sequence, by the mixer's number.
-        num_slots: number of slots.
-    """
+    """One state of each mixer in each slot."""
 
     def __init__(self, shapes: Mapping[int, State], num_slots: int) -> None:
         self._states = {

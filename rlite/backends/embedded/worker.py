@@ -123,18 +123,7 @@ def _columns(logits: Tensor, labels: Tensor, num_top: int) -> tuple[list[float],
 
 
 class EmbeddedWorker:
-    """One rank's model, KV cache and scheduler. The constructor loads the weights and allocates the cache.
-
-    Args:
-        path: folder of the checkpoint.
-        options: options of the executor.
-        device: device of this rank.
-        tp_group: the ranks of the replica.
-
-    Raises:
-        ConfigError: the model, or an option, cannot be served.
-        CheckpointError: `path` holds no usable checkpoint.
-    """
+    """One rank's model, KV cache and scheduler. The constructor loads the weights and allocates the cache."""
 
     def __init__(
         self, path: str, options: EmbeddedOptions, device: torch.device, tp_group: dist.ProcessGroup | None = None

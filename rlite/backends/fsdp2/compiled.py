@@ -59,12 +59,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 class CompiledLayers:
-    """The layers of a module, made to run compiled code.
-
-    Args:
-        units: the layers, before they are sharded.
-        device_type: type of the device on which they run.
-    """
+    """The layers of a module, made to run compiled code."""
 
     def __init__(self, units: Sequence[nn.Module], device_type: str) -> None:
         self._missing = missing_compiler(device_type)

@@ -122,11 +122,7 @@ class Learner(ABC):
 
 
 class WholeModule(Learner):
-    """The user's module, with the optimizer that it makes itself.
-
-    Args:
-        module: the sharded module.
-    """
+    """The user's module, with the optimizer that it makes itself."""
 
     def __init__(self, module: BaseTrainModule) -> None:
         self._module = module
@@ -151,15 +147,7 @@ class WholeModule(Learner):
 
 
 class Adapter(Learner):
-    """A low-rank adapter beside linear layers of a module, with an AdamW of its own.
-
-    Args:
-        module: the sharded module, with real weights.
-        options: rank, scale and layers of the adapter.
-        seed: seed of the initial values, which depend on the seed and on the names of the layers alone.
-        engine: options of the executor.
-        mesh: this rank's place in the mesh.
-    """
+    """A low-rank adapter beside linear layers of a module, with an AdamW of its own."""
 
     def __init__(
         self, module: BaseTrainModule, options: LoraOptions, seed: int, engine: Fsdp2Options, mesh: fsdp.TrainMesh

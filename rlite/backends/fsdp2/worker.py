@@ -206,11 +206,7 @@ def _write(
 class Fsdp2Worker(BatchRunner):
     """One rank of a train engine; `TrainWorker` documents the meaning of each method.
 
-    Args:
-        context: the place of this worker.
-        source: the pickled module, on the meta device.
-        options: options of the executor.
-        executor_size: number of workers that hold one copy of the model.
+    `context`: the place of this worker. `source`: the pickled module, on the meta device.
     """
 
     def __init__(self, context: WorkerContext, source: bytes, options: Fsdp2Options, executor_size: int) -> None:

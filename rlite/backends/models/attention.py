@@ -102,11 +102,8 @@ class Bounds(NamedTuple):
 class PackedLayout:
     """Boundaries of a pack's sequences, computed once and used by every layer.
 
-    Args:
-        cu_seqlens: [n + 1], cumulative lengths.
-        max_seqlen: the longest sequence.
-        share: this rank's tokens, under context parallelism.
-        attend: attention of one sequence, with the arguments of `causal_attention`, which is the default.
+    `cu_seqlens`: [n + 1], cumulative lengths. `attend`: attention of one sequence, with the arguments of
+    `causal_attention`, which is the default.
     """
 
     def __init__(

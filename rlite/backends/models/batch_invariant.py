@@ -338,11 +338,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class RotaryTable:
-    """The forward of a rotary embedding, read from a table. The table grows with the positions.
-
-    Args:
-        forward: the embedding's own forward.
-    """
+    """The forward of a rotary embedding, read from a table. The table grows with the positions."""
 
     def __init__(self, forward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
         self._forward = forward

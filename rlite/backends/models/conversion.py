@@ -178,13 +178,8 @@ class _Collected:
 class Rules:
     """transformers' rules for the checkpoints of one class.
 
-    Args:
-        model: the model, on any device, of a class of transformers.
-        own: shapes of its parameters and stored buffers, by name.
-        names: names in another model of those parameters that it has, by name in this one. None: the same model.
-
-    Raises:
-        ConfigError: a rule or an operation is not known.
+    `own`: shapes of its parameters and stored buffers, by name. `names`: names in another model of those parameters
+    that it has, by name in this one. None: the same model.
     """
 
     def __init__(

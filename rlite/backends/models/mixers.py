@@ -272,12 +272,7 @@ def _inside(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class Documents(Mixing):
-    """Computes each document of a pack by itself.
-
-    Args:
-        lengths: tokens of each document, in the order of the pack.
-        takes_borders: hand the borders of documents to layers that keep documents apart themselves.
-    """
+    """Computes each document of a pack by itself."""
 
     def __init__(self, lengths: Sequence[int], takes_borders: bool = False) -> None:
         self._lengths, self._takes_borders = list(lengths), takes_borders

@@ -59,10 +59,6 @@ class Replay:
     """The choices that one rank's model replays, and those that it has made.
 
     Make it before experts are divided and parameters are sharded.
-
-    Args:
-        model: the model.
-        shape: form of its choices.
     """
 
     def __init__(self, model: nn.Module, shape: RoutingShape) -> None:
@@ -187,8 +183,7 @@ class Replay:
 class _ReplayedTopK(TorchFunctionMode):
     """A mode in which a `topk` returns other indices, and the scores at them.
 
-    Args:
-        replace: `replace(scores, indices)` returns the indices in place of these, or None to leave them.
+    `replace`: `replace(scores, indices)` returns the indices in place of these, or None to leave them.
     """
 
     def __init__(self, replace: Any) -> None:

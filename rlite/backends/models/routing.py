@@ -116,11 +116,6 @@ class Routing:
     """Observer of the routers of one rank's model, and the owner of their balance.
 
     It sees the forward passes inside of `watching()`. There, `compute_logits` states with `tokens` which tokens count.
-
-    Args:
-        model: the model, whose experts are not divided yet.
-        aux_loss_coef: factor of the auxiliary loss.
-        bias_update_rate: change of a correction bias in one step.
     """
 
     def __init__(self, model: PreTrainedModel, aux_loss_coef: float = 0.0, bias_update_rate: float = 0.0) -> None:

@@ -107,14 +107,7 @@ class StoredCheckpoint:
 
     Tensors that belong to no parameter keep their stored names.
 
-    Args:
-        model: the model, on any device.
-        path: the folder.
-        shapes: shapes of its parameters and stored buffers, if the model holds parts of them.
-
-    Raises:
-        CheckpointError: the folder is unusable, or its tensors do not fit the conversion of their class.
-        ConfigError: transformers converts the folder in a way that is not known.
+    `shapes`: shapes of its parameters and stored buffers, if the model holds parts of them.
     """
 
     def __init__(self, model: nn.Module, path: str | Path, shapes: Mapping[str, Shape] | None = None) -> None:
@@ -357,16 +350,9 @@ def stored_form(
 class DequantisedReader:
     """A `CheckpointReader` of a quantised checkpoint: its tensors as bfloat16. Only the wanted box is read.
 
-        fp8      NAME [M, N], NAME_scale_inv [ceil(M / m), ceil(N / n)]     NAME = value * scale of its block of [m, n]
-        mxfp4    NAME_blocks [E, N, K / 32, 16], NAME_scales [E, N, K / 32]  NAME [E, K, N] = value * 2 ** (scale - 127)
-                 two values of 4 bits in each byte, the lower ones first
-
-    Args:
-        reader: reader of the stored tensors.
-        quantisation: `quantization_config` of the checkpoint's config.
-
-    Raises:
-        CheckpointError: it holds no scales.
+    fp8      NAME [M, N], NAME_scale_inv [ceil(M / m), ceil(N / n)]     NAME = value * scale of its block of [m, n]
+    mxfp4    NAME_blocks [E, N, K / 32, 16], NAME_scales [E, N, K / 32]  NAME [E, K, N] = value * 2 ** (scale - 127)
+             two values of 4 bits in each byte, the lower ones first
     """
 
     def __init__(self, reader: CheckpointReader, quantisation: Mapping[str, Any]) -> None:

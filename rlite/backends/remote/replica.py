@@ -106,13 +106,8 @@ class RemoteStream(AnswerStream):
 class RemoteReplica(StreamedReplica):
     """Sends requests to one server.
 
-    Args:
-        workers: the worker in the server's place; its index is that of the address.
-        options: options of the executor.
-        on_failure: called with the requests in flight when the server is lost.
-
-    Raises:
-        ConfigError: the server does not answer, or serves another model.
+    `workers`: the worker in the server's place; its index is that of the address. `on_failure`: called with the
+    requests in flight when the server is lost.
     """
 
     def __init__(self, workers: WorkerSet, options: RemoteOptions, on_failure: OnFailure) -> None:

@@ -26,14 +26,7 @@ NUM_KEPT = 2
 
 
 class RemoteWorker(ServingWorker):
-    """A worker without a model, in the place of the servers.
-
-    Args:
-        context: place of this worker.
-        path: folder of the checkpoint.
-        options: options of the executor.
-        executor_size: number of workers in a replica.
-    """
+    """A worker without a model, in the place of the servers."""
 
     def __init__(self, context: WorkerContext, path: str, options: RemoteOptions, executor_size: int) -> None:
         self._path, self._options, self._device = path, options, torch.device(context.torch_device)

@@ -54,10 +54,7 @@ class PumpedReplica(WorkerReplica):
 
     The thread ends when the engine closes the replica or a call fails.
 
-    Args:
-        workers: workers that are `PumpedWorker`s.
-        options: options of the executor; unused.
-        on_failure: called with the requests in flight when a call fails.
+    `options`: options of the executor; unused. `on_failure`: called with the requests in flight when a call fails.
     """
 
     def __init__(self, workers: WorkerSet, options: Any, on_failure: OnFailure) -> None:

@@ -25,10 +25,8 @@ class Staging:
     Host memory is kept, and pinned beside a GPU: to fill fresh pages takes longer than the copy. Memory of a GPU is
     allocated in no time, and given back after each sync.
 
-    Args:
-        device: the worker's device.
-        weights: dtypes and shapes of all weights.
-        reader_index: number of the GPU in the program that reads the memory; None if it is the same as here.
+    `weights`: dtypes and shapes of all weights. `reader_index`: number of the GPU in the program that reads the memory;
+    None if it is the same as here.
     """
 
     def __init__(self, device: torch.device, weights: Weights, reader_index: int | None = None) -> None:
@@ -74,11 +72,7 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 class CheckpointStaging:
     """The weights of a checkpoint's model on their way into a program that knows them by their stored names.
 
-    Args:
-        path: folder of the checkpoint.
-        dtype: dtype of the weights.
-        device: the worker's device.
-        reader_index: number of the GPU in the program that reads the memory; None if it is the same as here.
+    `reader_index`: number of the GPU in the program that reads the memory; None if it is the same as here.
     """
 
     def __init__(self, path: str, dtype: torch.dtype, device: torch.device, reader_index: int | None = None) -> None:

@@ -66,11 +66,8 @@ def version_of(reported: Any, otherwise: int) -> int:
 class StreamedReplica(WorkerReplica):
     """Listens to one server. Its thread ends when the engine closes the replica or the server is lost.
 
-    Args:
-        workers: workers of the replica.
-        endpoint: the server.
-        stall_timeout_s: seconds without any token, with requests in flight, after which the server counts as lost.
-        on_failure: called with the requests in flight when the server is lost.
+    `stall_timeout_s`: seconds without any token, with requests in flight, after which the server counts as lost.
+    `on_failure`: called with the requests in flight when the server is lost.
     """
 
     def __init__(self, workers: WorkerSet, endpoint: Endpoint, stall_timeout_s: float, on_failure: OnFailure) -> None:

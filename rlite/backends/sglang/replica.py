@@ -30,10 +30,8 @@ STOPPED_S = 3.0
 class SglangReplica(StreamedReplica):
     """Listens to one server. Its thread ends when the engine closes the replica or the server is lost.
 
-    Args:
-        workers: workers of the replica; the first one owns the server.
-        options: options of the executor.
-        on_failure: called with the requests in flight when the server is lost.
+    `workers`: workers of the replica; the first one owns the server. `on_failure`: called with the requests in flight
+    when the server is lost.
     """
 
     _client: ScoringClient

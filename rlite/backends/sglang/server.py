@@ -39,11 +39,8 @@ TAIL_BYTES = 20_000
 class ServerProcess:
     """A server that rlite starts. Its keeper ends all its processes with this process.
 
-    Args:
-        ip: address to listen at.
-        arguments: SGLang's server arguments.
-        api_key: key that every request must have; None draws one.
-        devices: indices of the server's GPUs among the GPUs of this process; none on CPU.
+    `api_key`: key that every request must have; None draws one. `devices`: indices of the server's GPUs among the GPUs
+    of this process; none on CPU.
     """
 
     def __init__(self, ip: str, arguments: Mapping[str, Any], api_key: str | None, devices: list[int]) -> None:
@@ -179,15 +176,7 @@ CONNECTION = {"addresses", "api_key", "seed", "start_timeout_s", "stall_timeout_
 
 
 class SglangOptions(PassingOptions):
-    """Options of `executor="sglang"`.
-
-    Args:
-        **values: fields of `ServerOptions`, and server arguments of SGLang.
-
-    Raises:
-        ConfigError: a value cannot work, SGLang is missing, or an option does not apply to running servers.
-        UnknownOptionError: an option is unknown.
-    """
+    """Options of `executor="sglang"`."""
 
     executor = "sglang"
     fields = ServerOptions

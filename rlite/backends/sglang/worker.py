@@ -242,17 +242,7 @@ PARTS = ("weights", "kv_cache")
 
 
 class SglangWorker:
-    """The owner of one server, started or attached.
-
-    Args:
-        context: place of this worker.
-        path: folder of the checkpoint.
-        options: options of the executor.
-        executor_size: number of workers in a replica.
-
-    Raises:
-        ConfigError: the server cannot start, cannot be reached, or serves another model.
-    """
+    """The owner of one server, started or attached."""
 
     def __init__(self, context: WorkerContext, path: str, options: SglangOptions, executor_size: int) -> None:
         self._context, self._path, self._options, self._size = context, path, options, executor_size

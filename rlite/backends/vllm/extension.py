@@ -143,9 +143,6 @@ class RequestSampler(Sampler):
     A request therefore continues with the same tokens on another replica. vLLM's log-probabilities carry both of the
     contract: of the whole distribution in the first column, of the truncated one in the second. The third column of the
     token ids, and those after it, hold the kept ids of requests that ask for them, padded with -1.
-
-    Args:
-        runner: vLLM's model runner.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -49,14 +49,7 @@ ECHOES = ("Engine core initialization failed", "WorkerProc initialization failed
 class EngineProcess:
     """One running vLLM engine. The constructor returns when the engine is ready.
 
-    Args:
-        name: rank and device of the rlite worker, for messages.
-        settings: positional arguments of `Server.start`.
-        environment: environment variables beside the worker's own.
-        timeout_s: seconds for the start.
-
-    Raises:
-        ConfigError: vLLM could not start; the message gives its own reason.
+    `timeout_s`: seconds for the start.
     """
 
     def __init__(self, name: str, settings: tuple, environment: Mapping[str, str], timeout_s: float) -> None:

@@ -21,12 +21,7 @@ from rlite.errors import WeightSyncError
 
 
 class DirectCopies(TorchFunctionMode):
-    """Writes copies into parameters on meta to the parameters that they stand for, unless a weight loader makes them.
-
-    Args:
-        model: vLLM's model, whose parameters are on meta.
-        held: its parameters before that, by name.
-    """
+    """Writes copies into parameters on meta to the parameters that they stand for, unless a weight loader makes one."""
 
     def __init__(self, model: nn.Module, held: Mapping[str, nn.Parameter]) -> None:
         super().__init__()

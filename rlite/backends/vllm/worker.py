@@ -52,17 +52,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class VllmWorker:
-    """One rank of one replica. The constructor returns when vLLM is ready.
-
-    Args:
-        context: the place of this worker.
-        path: folder of the checkpoint.
-        options: options of the executor.
-        executor_size: number of workers in a replica.
-
-    Raises:
-        ConfigError: vLLM cannot serve the model with these options.
-    """
+    """One rank of one replica. The constructor returns when vLLM is ready."""
 
     def __init__(self, context: WorkerContext, path: str, options: VllmOptions, executor_size: int) -> None:
         self._context, self._path, self._options, self._size = context, path, options, executor_size

@@ -23,12 +23,9 @@ EndChoice = Literal["keep", "append"]
 class LearntEnds:
     """Ends each learnt answer with one token at which the model stops, and gathers the tokens that are new to it.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        stop_ids: tokens at which the model stops.
-        choice: "keep" learns each answer as the chat template writes it, and leaves the model's end tokens as they are.
-            "append" puts the tokenizer's end token after an answer to which the template gives no token as its end;
-            None refuses such an answer.
+    `choice`: "keep" learns each answer as the chat template writes it, and leaves the model's end tokens as they are.
+    "append" puts the tokenizer's end token after an answer to which the template gives no token as its end; None
+    refuses such an answer.
     """
 
     def __init__(
@@ -121,12 +118,6 @@ class EscapingTokenizer:
 
     Use it in place of the tokenizer in workflows, sessions and `ChatEncoder`. Tools are escaped, and every message
     except the assistant's. Text without special tokens gives the same tokens as before. Raw text is not escaped.
-
-    Args:
-        tokenizer: a fast tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer is slow.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

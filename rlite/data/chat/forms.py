@@ -130,11 +130,7 @@ _TEXT = json.dumps(_OBJECT)
 
 
 class MessageForms:
-    """Gives messages to a chat template in the forms that it takes.
-
-    Args:
-        source: the template.
-    """
+    """Gives messages to a chat template in the forms that it takes."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -310,11 +306,8 @@ class Part(NamedTuple):
 class Marks:
     """A conversation with marks around its parts. White space at the ends of a text stays outside of the marks.
 
-    Args:
-        messages: the conversation.
-        tools: JSON schemas, or None.
-        numbers: indexes of the messages to mark, or TOOLS.
-        has_starts: mark the beginning of a part, too; some templates ask how a content begins.
+    `tools`: JSON schemas, or None. `has_starts`: mark the beginning of a part, too; some templates ask how a content
+    begins.
     """
 
     def __init__(self, messages: Messages, tools: Any, numbers: Sequence[int], has_starts: bool) -> None:
@@ -377,12 +370,8 @@ class Marks:
 class Places:
     """The parts of a conversation in its rendered text.
 
-    Args:
-        text: the rendered conversation.
-        render: renders a conversation with marks; returns None if the template fails.
-        messages: the conversation.
-        tools: JSON schemas, or None.
-        only: index of the message whose parts are wanted; None wants all.
+    `render`: renders a conversation with marks; returns None if the template fails. `tools`: JSON schemas, or None.
+    `only`: index of the message whose parts are wanted; None wants all.
     """
 
     def __init__(

@@ -95,15 +95,9 @@ class ChatEncoder:
     before and after the stand-in belongs to the template. Nothing is guessed: a template whose turns cannot be found in
     this way is an error.
 
-    Args:
-        tokenizer: a fast tokenizer with a chat template.
-        escape_special_tokens: make special tokens in messages plain text, except in the assistant's messages. See
-            `EscapingTokenizer`.
-        ends: ends learnt turns with tokens at which the model stops; None learns them as the template writes them.
-        options: keyword arguments for `apply_chat_template`, such as `enable_thinking=False`.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template or is not fast, or the turns of its template cannot be found.
+    `escape_special_tokens`: make special tokens in messages plain text, except in the assistant's messages. See
+    `EscapingTokenizer`. `ends`: ends learnt turns with tokens at which the model stops; None learns them as the
+    template writes them. `options`: keyword arguments for `apply_chat_template`, such as `enable_thinking=False`.
     """
 
     def __init__(

@@ -101,9 +101,7 @@ class Ending(NamedTuple):
 class ChatTemplate:
     """Renders conversations with the chat template of one tokenizer.
 
-    Args:
-        tokenizer: the model's tokenizer, with a chat template.
-        options: further keyword arguments for `apply_chat_template`, such as {"enable_thinking": False}.
+    `options`: further keyword arguments for `apply_chat_template`, such as {"enable_thinking": False}.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:

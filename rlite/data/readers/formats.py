@@ -361,7 +361,18 @@ FORMATS: dict[RowKind, tuple[Format, ...]] = {
 
 
 def register_format(kind: RowKind, form: Format) -> Format:
-    """Register a format of rows of your own, which goes before the others. Call it in a file that `--import` names."""
+    """Register a format of rows of your own, which goes before the others. Call it in a file that `--import` names.
+
+    Args:
+        kind: "demonstrations" (sft), "preferences" (rm, dpo), "unpaired" (kto) or "prompts" (ppo).
+        form: the format, whose `convert` returns a row of a format that rlite has, such as `messages`.
+
+    Returns:
+        The format.
+
+    Raises:
+        ConfigError: the kind is unknown, or a format has the name.
+    """
     if kind not in FORMATS:
         raise ConfigError(f"register_format({kind!r}): {did_you_mean(kind, FORMATS)}")
     if any(known.name == form.name for known in FORMATS[kind]):

@@ -25,13 +25,6 @@ class ProgramRows:
     """Rows that can be iterated again. A row's place is its number.
 
     The rows before a place are skipped: by index if there are `len` and indices, else by iterating.
-
-    Args:
-        rows: the rows.
-        key: group of options that names the rows, for messages.
-
-    Raises:
-        ConfigError: the rows can be iterated once only.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], key: str) -> None:
@@ -102,15 +95,7 @@ _BLOCK = 1 << 20
 
 
 class JsonLinesFile:
-    """A file of JSON objects, one per line. A row's place is the byte offset of its line.
-
-    Args:
-        path: the file.
-        key: group of options that names the file, for messages.
-
-    Raises:
-        ConfigError: the file holds a JSON array.
-    """
+    """A file of JSON objects, one per line. A row's place is the byte offset of its line."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
@@ -168,12 +153,7 @@ class JsonLinesFile:
 
 
 class ParquetFile:
-    """A Parquet file. A row's place is its number. A sandbox process reads it.
-
-    Args:
-        path: the file.
-        key: group of options that names the file, for messages.
-    """
+    """A Parquet file. A row's place is its number. A sandbox process reads it."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
@@ -286,15 +266,8 @@ class StreamedTable(Generic[W]):
     The first window is read, converted and checked at once. Later windows are checked against its first row that is not
     dropped: that row is converted again with each of them, so a table has one format and the same further columns.
 
-    Args:
-        source: the table.
-        convert: makes a window of rows of the files. Its messages name a row as `TABLE, row index N`.
-        buffer_size: items among which the next one is chosen at random; 1 keeps the order of the files.
-        window: rows that are read at a time.
-
-    Raises:
-        ConfigError: the table cannot be streamed.
-        DataError: a row of the first window cannot be used.
+    `convert`: makes a window of rows of the files. Its messages name a row as `TABLE, row index N`. `buffer_size`:
+    items among which the next one is chosen at random; 1 keeps the order of the files.
     """
 
     def __init__(
@@ -408,10 +381,6 @@ class ShuffledStream(Generic[T]):
     The files are taken in a random order. Their items fill a buffer, from which the next item is drawn at random. A
     buffer of one item keeps the order of the files and of their rows. Memory holds the buffer, the items of the next
     call of `take`, and the first and the current window.
-
-    Args:
-        table: the table.
-        seed: seed of the order.
     """
 
     def __init__(self, table: StreamedTable[Any], seed: int) -> None:

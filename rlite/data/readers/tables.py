@@ -283,11 +283,20 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def read_rows(source: str | Path, key: str = "data.path", columns: Mapping[str, str | None] = {}) -> list[Row]:
     """Return the rows of a table, as dicts.
 
-    `source`: a file, a folder that `datasets` saved or can load, or a dataset's name on the Hugging Face hub. Files are
-    `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source` chooses a split
-    (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`, `test[100:200]@org/name`. The only
-    split of a file is train. `source:subset` chooses a subset (a config) of a dataset: `test@org/name:subset`. CSV
-    cells are text. Cells of JSON_COLUMNS are read as JSON, and messages in STRUCTURED_COLUMNS.
+    Args:
+        source: a file, a folder that `datasets` saved or can load, or a dataset's name on the Hugging Face hub. Files
+            are `.json` (an array or one object per line), `.jsonl`, `.csv`, `.parquet` and `.arrow`. `split@source`
+            chooses a split (default: train, or the only split) or a part of it: `train[:90%]@rows.jsonl`,
+            `test[100:200]@org/name`. The only split of a file is train. `source:subset` chooses a subset (a config) of
+            a dataset: `test@org/name:subset`. CSV cells are text. Cells of JSON_COLUMNS are read as JSON, and messages
+            in STRUCTURED_COLUMNS.
+        key: name of the option whose value is `source`, for error messages.
+        columns: rlite's names of columns -> the table's names.
+
+    Raises:
+        ConfigError: there is no such file, folder, split or dataset, this kind of file cannot be read, or a package for
+            it (`rlite[data]`) is missing.
+        DataError: the file is damaged, is not a table, or has no rows. The message names the line or row.
     """
     where = f"{key}={source}"
     check_exists(source, key)

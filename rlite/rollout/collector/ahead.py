@@ -34,14 +34,7 @@ def make_queues(options: CollectorOptions, version: int) -> tuple[Queue, Queue, 
 
 
 class AheadOfTraining:
-    """Takes batches out of the queue of groups that run ahead of training, in the callers' threads.
-
-    Args:
-        queue: groups that run ahead.
-        runner: runs them.
-        engine: knows the policy version.
-        options: time-out of groups that hold up a batch.
-    """
+    """Takes batches out of the queue of groups that run ahead of training, in the callers' threads."""
 
     def __init__(self, queue: Queue, runner: GroupRunner, engine: AsyncInference, options: CollectorOptions) -> None:
         self._queue, self._runner, self._engine, self._options = queue, runner, engine, options

@@ -216,11 +216,7 @@ class FailureStreaks:
 
 
 class StopRule:
-    """Decides which loss of a group stops the run: of too many groups in a row, or of one whose loss is final.
-
-    Args:
-        options: how many groups in a row may be lost.
-    """
+    """Decides which loss of a group stops the run: of too many groups in a row, or of one whose loss is final."""
 
     def __init__(self, options: CollectorOptions) -> None:
         self._options = options

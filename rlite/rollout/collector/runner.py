@@ -202,10 +202,7 @@ class GroupRunner:
     Callers wait in `wait_until`. They are unblocked when the loop finds their condition true, when the run is stopped,
     and when the loop ends.
 
-    Args:
-        engine: generates, and knows the policy version.
-        options: limits, time-outs and retries.
-        queues: in order of precedence.
+    `queues`: in order of precedence.
     """
 
     def __init__(self, engine: AsyncInference, options: CollectorOptions, queues: Sequence[Queue]) -> None:

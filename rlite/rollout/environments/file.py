@@ -30,14 +30,7 @@ from rlite.rollout.rewards.score import as_number
 
 
 class EnvironmentFile:
-    """A user's Python file, imported when this object is unpickled, because imports may take longer than a step.
-
-    Args:
-        path: path of the file.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """A user's Python file, imported when this object is unpickled, because imports may take longer than a step."""
 
     def __init__(self, path: str | Path) -> None:
         absolute = Path(path).absolute()

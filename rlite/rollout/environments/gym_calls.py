@@ -21,8 +21,7 @@ class GymFunction:
     Many environments use the random number generators of the whole process. The state of the generators is stored with
     the environment. An episode therefore depends only on its seed.
 
-    Args:
-        make: returns a new environment. Its keyword arguments are the row's `env_options`.
+    `make`: returns a new environment. Its keyword arguments are the row's `env_options`.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:

@@ -25,13 +25,8 @@ from rlite.rollout.tools.toolbox import ToolResult
 class TrlEpisode(ToolEpisode):
     """One episode of an environment with TRL's contract.
 
-    Args:
-        messages: what the model reads first.
-        schemas: JSON schemas of the tools.
-        memory: the environment, as bytes.
-        ask: calls the environment.
-        reward_fn: TRL's reward functions; None: the environment's own reward counts alone.
-        has_reward: the environment has a reward of its own.
+    `messages`: what the model reads first. `schemas`: JSON schemas of the tools. `memory`: the environment, as bytes.
+    `reward_fn`: TRL's reward functions; None: the environment's own reward counts alone.
     """
 
     def __init__(

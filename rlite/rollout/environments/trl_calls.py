@@ -28,9 +28,7 @@ def tool_names(kind: type) -> list[str]:
 class FactoryFile(EnvironmentFile):
     """A factory of environments in a Python file, which is its class or a function.
 
-    Args:
-        path: path of the file.
-        name: name of the class, the function, or a dict of them by the name of the environment.
+    `name`: name of the class, the function, or a dict of them by the name of the environment.
     """
 
     def __init__(self, path: str, name: str) -> None:
@@ -45,11 +43,7 @@ class FactoryFile(EnvironmentFile):
 
 
 class TrlFunction:
-    """A factory of environments, or factories by the item's `environment`, as TRL's `environment_factory`.
-
-    Args:
-        factory: the factory, a dict of factories, or a FactoryFile.
-    """
+    """A factory of environments, or factories by the item's `environment`, as TRL's `environment_factory`."""
 
     def __init__(self, factory: Any) -> None:
         self.factory = factory

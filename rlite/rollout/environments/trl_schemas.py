@@ -11,11 +11,7 @@ from rlite.rollout.tools.toolbox import Tool
 
 
 class ToolSchemas:
-    """Function that reads the tools of an environment in its process, from type hints and docstrings.
-
-    Args:
-        factory: as of `TrlFunction`.
-    """
+    """Function that reads the tools of an environment in its process, from type hints and docstrings."""
 
     def __init__(self, factory: Any) -> None:
         self.factory = factory

@@ -21,10 +21,8 @@ Rows = dict["asyncio.Future[Result]", dict[str, Any]]
 class JoinedCalls:
     """Joins calls that come one after another into batches. If a batch fails, its calls are repeated one by one.
 
-    Args:
-        call: takes the keyword arguments of each call, and returns the results.
-        size: maximum number of calls in a batch; None: calls are not joined.
-        wait: seconds that the first call of a batch waits for others.
+    `size`: maximum number of calls in a batch; None: calls are not joined. `wait`: seconds that the first call of a
+    batch waits for others.
     """
 
     def __init__(

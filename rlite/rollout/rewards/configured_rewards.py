@@ -140,14 +140,7 @@ class ChosenReward(NamedTuple):
 class ChosenRewards:
     """The rewards of a config.
 
-    Args:
-        options: the group `reward` of the config, by name.
-        given: functions of the program in place of those that the paths name, by name.
-        key: the group of options, for error messages.
-
-    Raises:
-        ConfigError: a function does not exist, or has none of the accepted signatures.
-        ImportFailed: a file or module does not exist, or raised an exception. The message has the user's traceback.
+    `given`: functions of the program in place of those that the paths name, by name.
     """
 
     def __init__(

@@ -26,11 +26,7 @@ class _Gathered:
 
 
 class Gathering:
-    """Gathers the calls of the episodes of a group. An episode without siblings is scored alone.
-
-    Args:
-        score: returns the rewards of calls, which are in the order of their episodes.
-    """
+    """Gathers the calls of the episodes of a group. An episode without siblings is scored alone."""
 
     def __init__(self, score: Callable[[Sequence[Row]], Awaitable[Sequence[float]]]) -> None:
         self._score = score

@@ -44,13 +44,7 @@ class LlmJudge:
         reward = RewardFunction(LlmJudge(JudgeOptions(url="http://gpu7:8000/v1", model="judge", rubric="...")),
                                 in_process=True, timeout=120, max_concurrent=16)
 
-    Args:
-        options: the judge and its rubric.
-        what: key of the options, for error messages.
-        num_devices: devices that only judge, for a judge without a server; None: it shares those of the rollouts.
-
-    Raises:
-        ConfigError: the key is missing, or others can read its file; the file of the rubric cannot be read.
+    `num_devices`: devices that only judge, for a judge without a server; None: it shares those of the rollouts.
     """
 
     def __init__(self, options: JudgeOptions, what: str = "judge", num_devices: int | None = None) -> None:

@@ -52,14 +52,7 @@ class RewardModel:
 
         reward = RewardFunction(RewardModel("runs/rm/latest"), in_process=True, batch_size=64, timeout=120)
 
-    Args:
-        path: folder or hub name of the checkpoint.
-        what: option and value that name it, for error messages.
-        num_devices: devices that only score; None: the model shares the devices of the rollout engine.
-        label: name or number of the label whose logit is the score, of a classifier of several.
-
-    Raises:
-        ConfigError: the checkpoint gives no score, or several.
+    `num_devices`: devices that only score; None: the model shares the devices of the rollout engine.
     """
 
     def __init__(

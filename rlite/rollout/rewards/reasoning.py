@@ -43,6 +43,16 @@ def verify_exactly(
 
     The full score is exactly 1. Partial credits are sums of fractions, which can end a rounding error above or below.
     A completion of more than `MAX_CHARACTERS` has no full score.
+
+    Args:
+        prompt: not read.
+        completions: text of the completion, without special tokens.
+        prompt_ids: not read.
+        completion_ids: not read.
+        **data: the row.
+
+    Raises:
+        ConfigError: reasoning-gym is missing.
     """
     return float(len(completions) <= MAX_CHARACTERS and _score(completions, data) == 1.0)
 

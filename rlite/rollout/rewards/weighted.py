@@ -25,8 +25,7 @@ class WeightedRewards:
 
     A function with TRL's signature may return None for a completion to which it does not apply. It then does not count.
 
-    Args:
-        parts: the rewards by name. The name is that of the metric `reward/NAME`, the mean before the weight.
+    `parts`: the rewards by name. The name is that of the metric `reward/NAME`, the mean before the weight.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:

@@ -30,10 +30,8 @@ MakeState = Callable[[dict[str, Any]], Any]
 class EpisodeState:
     """The state of one episode.
 
-    Args:
-        timeout: seconds for one call. A thread cannot be killed: after a call that hangs, later calls of the episode
-            are late, too, and other episodes go on.
-        what: name of the state in messages.
+    `timeout`: seconds for one call. A thread cannot be killed: after a call that hangs, later calls of the episode are
+    late, too, and other episodes go on.
     """
 
     def __init__(self, timeout: float, what: str) -> None:

@@ -83,14 +83,7 @@ class ToolResult(NamedTuple):
 class Toolbox:
     """The tools of one workflow, called by name.
 
-    Args:
-        tools: tools in any form that `Tool.of` accepts.
-        timeout: seconds for one call.
-        env_vars: names of environment variables that the tools' processes also receive (see RewardFunction).
-        has_state: episodes have a state.
-
-    Raises:
-        ConfigError: an entry is not a tool, a name occurs twice, or a tool needs a state that episodes do not have.
+    `timeout`: seconds for one call.
     """
 
     is_done = has_state = False

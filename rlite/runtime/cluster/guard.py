@@ -64,7 +64,11 @@ class Guard:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """Mark processes that start inside the block, and their children at any time."""
+        """Mark processes that start inside the block, and their children at any time.
+
+        Yields:
+            None.
+        """
         os.environ[MARK] = self._mark
         try:
             with _max_locks(_number_of(self._mark)):
@@ -174,8 +178,7 @@ class TerminationNotice:
     The signal's number arrives through a pipe that the C handler writes to. It is seen even while the main thread is in
     native code. Create it in the main thread.
 
-    Args:
-        grace_s: seconds from the signal to the end of the process.
+    `grace_s`: seconds from the signal to the end of the process.
     """
 
     def __init__(self, grace_s: float) -> None:

@@ -144,10 +144,9 @@ class Segment:
 class ContextShare:
     """One rank's tokens of a pack. Padding gives all ranks equally many.
 
-    Args:
-        cu_seqlens: [N + 1], boundaries of the sequences in the pack.
-        group: the ranks that share the pack; None keeps the whole pack on this rank.
-        tree: the nodes that are computed in place of tokens; see `rlite.runtime.parallel.prefix_tree`.
+    `cu_seqlens`: [N + 1], boundaries of the sequences in the pack. `group`: the ranks that share the pack; None keeps
+    the whole pack on this rank. `tree`: the nodes that are computed in place of tokens; see
+    `rlite.runtime.parallel.prefix_tree`.
     """
 
     def __init__(self, cu_seqlens: Tensor, group: dist.ProcessGroup | None, tree: PrefixTree | None = None) -> None:

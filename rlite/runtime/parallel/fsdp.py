@@ -382,10 +382,6 @@ class ShardedMuon(torch.optim.Muon):
 
     A parameter [E, rows, columns] is a stack of matrices, each of which is updated like a parameter of its own. It is
     sharded over E alone, so nothing is gathered.
-
-    Args:
-        params: parameters or parameter groups.
-        options: options of `torch.optim.Muon`.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -432,9 +428,6 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     Schedulers, checkpoints and offloading see one ordinary optimizer. `load_state_dict` replaces its groups and its
     state, so each step hands the current ones to the optimizers.
-
-    Args:
-        optimizers: optimizers that have made no step yet.
     """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:

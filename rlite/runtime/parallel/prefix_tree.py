@@ -145,13 +145,7 @@ def _worth(common: int, first: int, second: int, lengths: Sequence[int]) -> int:
 
 
 class PrefixTree:
-    """The nodes of a pack.
-
-    Args:
-        lengths: tokens of each row, in the order of the pack.
-        sharing: what the rows share.
-        device: device of the tensors.
-    """
+    """The nodes of a pack."""
 
     def __init__(self, lengths: Sequence[int], sharing: Sharing, device: torch.device) -> None:
         starts = np.cumsum([0, *lengths])

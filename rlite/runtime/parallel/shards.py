@@ -44,9 +44,6 @@ class CheckpointReader:
     """Reader of boxes of tensors from a Hugging Face safetensors folder, a single file or indexed.
 
     Only the requested box is loaded.
-
-    Raises:
-        CheckpointError: the folder holds no safetensors, a file is missing or damaged, or a name is unknown.
     """
 
     def __init__(self, path: str | Path) -> None:

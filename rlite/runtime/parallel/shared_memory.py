@@ -50,8 +50,7 @@ def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 class Arena:
     """Allocator of tensors inside one block of memory; the tensors keep the memory alive.
 
-    Args:
-        base: the memory, a tensor of bytes.
+    `base`: the memory, a tensor of bytes.
     """
 
     def __init__(self, base: Tensor) -> None:
@@ -77,11 +76,7 @@ class Arena:
 
 
 class SharedArena(Arena):
-    """Arena of `nbytes` in shared memory on CPU.
-
-    Raises:
-        StorageError: the memory file could not be made so large.
-    """
+    """Arena of `nbytes` in shared memory on CPU."""
 
     def __init__(self, nbytes: int) -> None:
         nbytes = max(nbytes, ALIGNMENT)

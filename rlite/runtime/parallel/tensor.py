@@ -299,12 +299,7 @@ def check_tensor_parallel(model: PreTrainedModel, world_size: int, experts: Coll
 class TensorParallelPlan:
     """Layout of one causal language model's parameters over the ranks of a group. The model may be on meta.
 
-    Args:
-        model: the model.
-        group: the ranks; None is a single rank.
-
-    Raises:
-        ConfigError: heads do not divide; or the model's plan is missing or unknown.
+    `group`: the ranks; None is a single rank.
     """
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup | None) -> None:

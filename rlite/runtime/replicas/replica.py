@@ -85,15 +85,7 @@ class _Signature:
 
 
 class PassingOptions:
-    """Options of an executor that passes arguments on to another program as they are.
-
-    Args:
-        **values: options of the class `fields`, and arguments of the program.
-
-    Raises:
-        ConfigError: a value cannot work, or rlite sets an argument itself.
-        UnknownOptionError: an option is unknown.
-    """
+    """Options of an executor that passes arguments on to another program as they are."""
 
     __signature__ = _Signature()
     executor: ClassVar[str]

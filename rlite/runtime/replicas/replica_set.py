@@ -163,10 +163,7 @@ class SlowToShrink:
 
     The load of a rollout falls to zero between two batches. Without the delay, replicas would leave and join each time.
 
-    Args:
-        policy: the other policy.
-        after_s: seconds for which the other policy has to want fewer replicas.
-        clock: returns the time in seconds.
+    `after_s`: seconds for which the other policy has to want fewer replicas. `clock`: returns the time in seconds.
     """
 
     def __init__(self, policy: ScalingPolicy, after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -187,11 +184,8 @@ class SlowToShrink:
 class Autoscaler:
     """Asks a policy again and again, and scales an engine accordingly, in a thread of its own.
 
-    Args:
-        policy: chooses the number of replicas.
-        load: returns the engine's load.
-        scale: scales the engine; a refusal is logged, and the policy is asked again later.
-        every_s: seconds between two decisions.
+    `scale`: scales the engine; a refusal is logged, and the policy is asked again later. `every_s`: seconds between two
+    decisions.
     """
 
     def __init__(

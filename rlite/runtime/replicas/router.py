@@ -83,10 +83,7 @@ def loss_of(replica: Replica) -> WorkerError | None:
 class Router:
     """Routes requests to replicas, and moves requests of a lost replica to the others.
 
-    Args:
-        name: name of the engine, for messages.
-        policy: chooses a replica.
-        on_loss: called in a thread of the lost replica.
+    `on_loss`: called in a thread of the lost replica.
     """
 
     def __init__(self, name: str, policy: Policy = least_outstanding, on_loss: OnLoss = lambda replica: False) -> None:

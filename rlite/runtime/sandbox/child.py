@@ -309,13 +309,7 @@ def serve(driver: int, descriptor: int, prints: int, is_silent: bool) -> None:
 
 
 class Server:
-    """A server that runs calls one by one and restores the process state that they changed.
-
-    Args:
-        channel: the socket.
-        lacking: protections of the process that the kernel lacks.
-        prints: keeps what calls print.
-    """
+    """A server that runs calls one by one and restores the process state that they changed."""
 
     def __init__(self, channel: BinaryIO, lacking: str, prints: PrintStream) -> None:
         self._channel, self._prints = channel, prints

@@ -37,21 +37,11 @@ def default_num_processes() -> int:
 class SandboxFunction:
     """A user's function, sync or async, whose calls run in processes that can be killed.
 
-    Args:
-        fn: the function. It is pickled by cloudpickle.
-        timeout: seconds from the function's own start.
-        num_processes: number of processes that the program's pool has room for, at least. Default: the cores, at most
-            8.
-        memory_limit_gib: resident memory that a process may have, in GiB. None sets no limit.
-        what: name of the function in error messages.
-        env_vars: names of environment variables that processes receive in addition to the common ones.
-        finish: function applied in the process to the return value of `fn`. Its result must have a form in
-            `rlite.runtime.sandbox.wire`.
-        max_answer: maximum size of an answer in bytes.
-        errors: the error class of each outcome.
-
-    Raises:
-        ConfigError: an option is out of range, or the function cannot be pickled.
+    `fn`: the function. It is pickled by cloudpickle. `timeout`: seconds from the function's own start. `num_processes`:
+    number of processes that the program's pool has room for, at least. Default: the cores, at most 8.
+    `memory_limit_gib`: resident memory that a process may have, in GiB. None sets no limit. `finish`: function applied
+    in the process to the return value of `fn`. Its result must have a form in `rlite.runtime.sandbox.wire`.
+    `max_answer`: maximum size of an answer in bytes.
     """
 
     def __init__(

@@ -298,10 +298,8 @@ MAX_FAILED_STARTS = 3
 class SandboxPool:
     """A pool of at most `num_processes` processes, started on demand. `close()` ends all of them.
 
-    Args:
-        num_processes: maximum number of processes. It may be raised later.
-        env_vars: environment variables that processes receive in addition to those of `passed_environment`.
-        is_silent: keep what calls print for the driver. Else the processes print where the driver does.
+    `num_processes`: maximum number of processes. It may be raised later. `is_silent`: keep what calls print for the
+    driver. Else the processes print where the driver does.
     """
 
     def __init__(self, num_processes: int, env_vars: Collection[str] = (), is_silent: bool = True) -> None:

@@ -44,8 +44,7 @@ def new_file() -> int:
 class PrintStream(io.RawIOBase):
     """Standard output and standard error of a sandbox process, which keeps the first bytes of each call.
 
-    Args:
-        descriptor: the file. It is closed: the memory stays, also in forks, and mmap keeps a descriptor of its own.
+    `descriptor`: the file. It is closed: the memory stays, also in forks, and mmap keeps a descriptor of its own.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -83,8 +83,7 @@ def _raw(kind: str, data: bytes, raw: list[bytes]) -> dict[str, int]:
 class Reader:
     """A reader that splits received bytes into frames. It keeps one unfinished frame at most.
 
-    Args:
-        limit: maximum number of raw bytes of a frame. It may be changed between two frames.
+    `limit`: maximum number of raw bytes of a frame. It may be changed between two frames.
     """
 
     def __init__(self, limit: int) -> None:

@@ -37,9 +37,7 @@ class Writer:
 
     Until then the files are in `folder`, where other files may be added.
 
-    Args:
-        path: the final folder.
-        dtype: floating-point tensors are converted to it; None keeps the dtype of each tensor.
+    `dtype`: floating-point tensors are converted to it; None keeps the dtype of each tensor.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:

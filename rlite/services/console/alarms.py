@@ -24,12 +24,6 @@ class Alarms(Observer):
     Lost groups are reported once for each cause. Equal rewards, log-probabilities that differ between trainer and
     engine, and failures that choose among answers are reported when they begin, and again every `REPEAT_AFTER` steps
     while they last.
-
-    Args:
-        engine: its collector knows what was lost.
-        is_ahead: rollouts run ahead of training.
-        can_equal_rewards_teach: a group of equal rewards may teach something.
-        learns_rewards: rewards teach at all.
     """
 
     def __init__(

@@ -26,10 +26,7 @@ Repeated = Callable[[Callable[[], Any]], Any]
 class UsageReport(Observer):
     """Enters the memory and the throughput of the trained engine into the metrics of each step.
 
-    Args:
-        engine: the engine.
-        repeated: returns the result of a call of the engine, repeated if its workers are lost meanwhile.
-        freeze_steps: first steps, in which the engine is not trained.
+    `freeze_steps`: first steps, in which the engine is not trained.
     """
 
     def __init__(self, engine: RliteTrainEngine, repeated: Repeated, freeze_steps: int = 0) -> None:

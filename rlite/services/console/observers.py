@@ -56,12 +56,7 @@ class SinkLog(Observer):
 
 
 class StepTrace(Observer):
-    """Starts and stops the trace of a run. A trace that cannot be written costs a warning.
-
-    Args:
-        options: `trace` and `trace_steps`.
-        folder: the run's folder.
-    """
+    """Starts and stops the trace of a run. A trace that cannot be written costs a warning."""
 
     def __init__(self, options: RunOptions, folder: Path) -> None:
         self._is_wanted, self._path = options.trace, folder / TRACE
@@ -106,12 +101,8 @@ class RunReport(Observer):
 
     Both always have the metrics of `best_metric` and `stop_at`.
 
-    Args:
-        options: the run's options.
-        metrics: metrics to show.
-        title: title of the plan.
-        plan: returns how the work is divided, as text by topic. It is shown if there is work left.
-        progress: returns the progress of the work under way, in words; see `ConsoleReporter.follow`.
+    `plan`: returns how the work is divided, as text by topic. It is shown if there is work left. `progress`: returns
+    the progress of the work under way, in words; see `ConsoleReporter.follow`.
     """
 
     def __init__(

@@ -30,7 +30,18 @@ def plot_learning_curve(
 
     Every step is faint; the mean of the last `window` steps is bold.
 
-    Returns the path of the picture.
+    Args:
+        metrics_jsonl: path of the file.
+        out_png: where the picture goes.
+        metrics: the metrics to draw.
+        title: title of the picture.
+        window: steps of the running mean.
+
+    Returns:
+        Path of the picture.
+
+    Raises:
+        DataError: the file has none of the metrics.
     """
     rows = read_metrics(Path(metrics_jsonl))
     known = sorted({key for row in rows for key in row} - {"step"})

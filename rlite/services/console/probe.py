@@ -15,12 +15,7 @@ OTHER = "their bits have changed: the engine computes with a copy (packed, or ca
 
 
 class SyncProbe(Observer):
-    """Evaluates a fixed sequence of tokens on every replica after each verified sync, and compares.
-
-    Args:
-        engine: the rollout engine.
-        every: weight syncs from one that is verified to the next.
-    """
+    """Evaluates a fixed sequence of tokens on every replica after each verified sync, and compares."""
 
     def __init__(self, engine: RliteInferenceEngine, every: int) -> None:
         self._engine, self._every, self._num_updates = engine, every, 0

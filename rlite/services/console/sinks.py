@@ -103,7 +103,11 @@ def drop_later_lines(path: Path, step: float) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a metrics.jsonl. Each has its `step`; lines that cannot be read are left out."""
+    """Return the lines of a metrics.jsonl. Each has its `step`; lines that cannot be read are left out.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
     rows = []
     with files.reading(path) as file:
         for line in file:

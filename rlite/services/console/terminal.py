@@ -64,10 +64,8 @@ def find(key: str, metrics: Collection[str], evaluated: Collection[str] = ()) ->
 class Columns:
     """Columns of a table that grows by one row for each step. A column begins with the first row that has its metric.
 
-    Args:
-        choice: metrics to show.
-        auto: metrics that "auto" stands for, the most important first.
-        evaluated: metrics of evaluations, which only some steps have.
+    `auto`: metrics that "auto" stands for, the most important first. `evaluated`: metrics of evaluations, which only
+    some steps have.
     """
 
     def __init__(self, choice: Choice, auto: Sequence[str], evaluated: Collection[str] = ()) -> None:
@@ -360,11 +358,8 @@ Names = Sequence[str]
 class History:
     """The values of some metrics over the steps of a run.
 
-    Args:
-        evaluated: metrics of evaluations, of which the first, the last and the best value count.
-        trained: metrics of every step, of which the means over the first and the last tenth of the steps count.
-        lowest: metrics of evaluations whose lowest value is the best.
-        chosen: metric whose best value another line tells, which knows the evaluations that count for it.
+    `evaluated`: metrics of evaluations, of which the first, the last and the best value count. `trained`: metrics of
+    every step, of which the means over the first and the last tenth of the steps count.
     """
 
     def __init__(

@@ -35,12 +35,7 @@ class _Body(BaseModel, extra="forbid", strict=True):
 
 
 class Admin:
-    """Changes the weights of an engine for requests that have the administrator's token.
-
-    Args:
-        engine: the engine that is served.
-        token: what each request has to give.
-    """
+    """Changes the weights of an engine for requests that have the administrator's token."""
 
     def __init__(self, engine: TextEngine, token: str) -> None:
         self._engine, self._folder, self._digest = engine, Path(engine.path), digest(token)

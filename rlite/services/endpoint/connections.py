@@ -153,18 +153,9 @@ class Connection(asyncio.Protocol):
 class Listener:
     """Listening socket in the running event loop.
 
-    Args:
-        make_protocol: makes the HTTP protocol of one connection.
-        dropped: counts dropped connections by reason.
-        capacity: simultaneous connections; further ones wait in the socket's queue. None: as file descriptors allow.
-        header_seconds: time for a client to send a request with a session's token.
-        port: port to listen on; 0 takes a free one.
-        words: names in messages.
-        host: address to listen on; by default this machine alone can connect.
-
-    Raises:
-        ConfigError: there are too few file descriptors.
-        OSError: the address cannot be used.
+    `capacity`: simultaneous connections; further ones wait in the socket's queue. None: as file descriptors allow.
+    `port`: port to listen on; 0 takes a free one. `host`: address to listen on; by default this machine alone can
+    connect.
     """
 
     def __init__(
@@ -271,9 +262,7 @@ class Listener:
 class RefusalLog(logging.LoggerAdapter[logging.Logger]):
     """Log of aiohttp with one line for each kind of unreadable request: anyone who reaches the port can send them.
 
-    Args:
-        dropped: counts unreadable requests by kind; aiohttp closes their connections.
-        words: names in messages.
+    `dropped`: counts unreadable requests by kind; aiohttp closes their connections.
     """
 
     def __init__(self, dropped: Counter[str], words: Words) -> None:

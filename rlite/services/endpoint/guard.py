@@ -40,11 +40,7 @@ class Limits:
 
 
 class Gate:
-    """Places of requests.
-
-    Args:
-        limits: how many there are.
-    """
+    """Places of requests."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits, self._num_inside = limits, 0

@@ -32,10 +32,7 @@ class Prompt(NamedTuple):
 class ChatPrompts:
     """Renders and tokenises prompts for one tokenizer.
 
-    Args:
-        tokenizer: the model's tokenizer, with a chat template if there are conversations.
-        chat_template_options: further keyword arguments for `apply_chat_template`.
-        limit: tokens that fit into the model's context; None does not bound texts.
+    `limit`: tokens that fit into the model's context; None does not bound texts.
     """
 
     def __init__(

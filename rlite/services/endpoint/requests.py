@@ -21,11 +21,7 @@ UNSUPPORTED = "unsupported_value"
 class ApiError(RliteError, RuntimeError):
     """A request that cannot be served, with a message for the client.
 
-    Args:
-        message: says what is wrong, and what is expected.
-        status: the HTTP status.
-        param: the path of the parameter, such as "messages[0].role".
-        code: the code of the error, in OpenAI's words.
+    `param`: the path of the parameter, such as "messages[0].role".
     """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:

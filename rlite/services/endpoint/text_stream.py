@@ -17,12 +17,7 @@ MAX_PARTS = 3
 
 
 class DecodedText:
-    """Text of tokens as they arrive, without half a character at its end.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        skips: leave out special tokens.
-    """
+    """Text of tokens as they arrive, without half a character at its end."""
 
     def __init__(self, tokenizer: Tokenizer, skips: bool) -> None:
         self._tokenizer = tokenizer

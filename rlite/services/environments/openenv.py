@@ -35,10 +35,7 @@ TEXT_KEYS = ("text", "message", "prompt", "observation", "response", "result", "
 class OpenEnvSession:
     """Session of one episode with a server.
 
-    Args:
-        socket: the connection.
-        timeout: seconds for an answer.
-        name: of the environment, for messages.
+    `timeout`: seconds for an answer.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, timeout: float, name: str) -> None:

@@ -30,11 +30,7 @@ STARTING_SECONDS = 2.0
 class OrsSession:
     """Session of one episode with a server.
 
-    Args:
-        client: makes the requests.
-        base: address of the environment.
-        timeout: seconds for one answer.
-        name: of the environment, for messages.
+    `timeout`: seconds for one answer.
     """
 
     def __init__(self, client: aiohttp.ClientSession, base: str, timeout: float, name: str) -> None:
@@ -85,12 +81,7 @@ class OrsSession:
 class OrsEpisode(ToolEpisode):
     """One episode on a server.
 
-    Args:
-        messages: what the model reads first.
-        listed: the tools, as the server lists them.
-        session: the session.
-        path: path of the environment.
-        scoring: the group's scores; None if the server does not compare episodes.
+    `messages`: what the model reads first. `scoring`: the group's scores; None if the server does not compare episodes.
     """
 
     def __init__(

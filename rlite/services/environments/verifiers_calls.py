@@ -24,9 +24,8 @@ USED = ("verifiers.v1.clients.train", "renderers.client", "transformers.models.a
 class VerifiersFunction:
     """An environment of verifiers: `check` loads it, `run` plays one episode. It is loaded once in each process.
 
-    Args:
-        config: verifiers' config of the environment, as `[env]` in its files.
-        renderer: verifiers' names and values for the renderer; None: no episodes are played.
+    `config`: verifiers' config of the environment, as `[env]` in its files. `renderer`: verifiers' names and values for
+    the renderer; None: no episodes are played.
     """
 
     def __init__(self, config: Mapping[str, Any], renderer: Mapping[str, Any] | None = None) -> None:
@@ -52,8 +51,7 @@ class VerifiersFunction:
 class LoadedEnvironment:
     """An environment in this process.
 
-    Args:
-        config: as of `VerifiersFunction`. A taskset id that ends with .py is a file.
+    `config`: as of `VerifiersFunction`. A taskset id that ends with .py is a file.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -183,10 +183,8 @@ class ChainWriter:
 
     It is made before a resumed run changes anything: it compares the files that the chain lists.
 
-    Args:
-        folder: the run's folder.
-        step: finished steps of a run that goes on: what was written later may have been removed by an attempt to go on
-            that failed. None: what the folder holds is deleted before the first link.
+    `step`: finished steps of a run that goes on: what was written later may have been removed by an attempt to go on
+    that failed. None: what the folder holds is deleted before the first link.
     """
 
     def __init__(self, folder: Path, step: int | None) -> None:

@@ -84,9 +84,7 @@ class Part(NamedTuple):
 class RecordReader:
     """Reader of the record in one run's folder. One thread at a time may use it.
 
-    Args:
-        folder: the run's folder.
-        read_part: reads a part of a file; default: in this process.
+    `read_part`: reads a part of a file; default: in this process.
     """
 
     def __init__(self, folder: Path, read_part: Callable[[Part], Rows] | None = None) -> None:

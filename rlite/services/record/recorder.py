@@ -39,8 +39,7 @@ WIDEST = 4
 class TokenTexts:
     """Decodes sequences, special tokens included.
 
-    Args:
-        tokenizer: the model's tokenizer, for this object alone: no other thread may use it.
+    `tokenizer`: the model's tokenizer, for this object alone: no other thread may use it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -114,11 +113,7 @@ IN_COLUMNS = {*SEQUENCE.values(), "attention_mask", "advantages", "entropies"}
 
 
 class TrainedBatch:
-    """A batch as it was trained on, by group and sample.
-
-    Args:
-        batch: the rows of a trajectory, and the trajectories of a group, are adjacent.
-    """
+    """A batch as it was trained on, by group and sample."""
 
     def __init__(self, batch: TensorDict) -> None:
         self._rows: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -178,11 +173,7 @@ def as_array(values: Tensor) -> np.ndarray:
 
 
 class Arrays:
-    """The recorded keys of an episode as arrays.
-
-    Args:
-        episode: without a trajectory, the history of its last attempt takes the place.
-    """
+    """The recorded keys of an episode as arrays."""
 
     def __init__(self, episode: Episode) -> None:
         trajectory = episode.trajectory
@@ -399,11 +390,7 @@ class NoRecorder:
 class FileRecorder(RecordWriter):
     """Recorder that writes the files of `rlite.services.record`. It ends if a step cannot be written.
 
-    Args:
-        folder: the run's folder.
-        tokenizer: the model's tokenizer, which is copied.
-        is_whole: record the texts and tokens of all groups.
-        limit: bytes on disk.
+    `limit`: bytes on disk.
     """
 
     def __init__(self, folder: Path, tokenizer: Any, is_whole: bool, limit: int) -> None:

@@ -243,10 +243,8 @@ class RecordWriter:
     No failure costs the run more than its record. If something cannot be written, such as on a full disk, a warning
     says why, `gaps.jsonl` names the first step that may be missing, and later calls do nothing.
 
-    Args:
-        folder: the run's folder.
-        limit: bytes of all files of the record. Beyond it damaged files are deleted, then the texts and tokens of the
-            oldest steps, and if there are none left, their rows.
+    `limit`: bytes of all files of the record. Beyond it damaged files are deleted, then the texts and tokens of the
+    oldest steps, and if there are none left, their rows.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:

@@ -136,13 +136,7 @@ def made(
 
 
 class Reference:
-    """A frozen model beside the actor, or the actor without its adapters.
-
-    Args:
-        options: options of the reference.
-        actor: options of the actor.
-        engine: engine of the actor.
-    """
+    """A frozen model beside the actor, or the actor without its adapters."""
 
     def __init__(self, options: FrozenModelOptions, actor: ModelOptions, engine: RliteTrainEngine) -> None:
         self._options, self._actor, self._actor_engine = options, actor, engine

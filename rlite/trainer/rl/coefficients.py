@@ -20,9 +20,6 @@ class Coefficients:
 
     A coefficient is what a callback has set, else what the measured KL has made of it, else the value of its schedule,
     else its option. Schedules depend on the step alone.
-
-    Args:
-        options: the run's config.
     """
 
     def __init__(self, options: PpoConfig) -> None:

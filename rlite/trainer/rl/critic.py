@@ -16,15 +16,7 @@ from rlite.trainer.run.training_run import loss_stats
 
 
 class Critic:
-    """A model that predicts returns, and learns from the observed returns.
-
-    Args:
-        engines: take turns on the device.
-        engine: holds the critic.
-        options: options of the critic.
-        actor: options of the actor, which complete them.
-        length: tokens of the longest answer.
-    """
+    """A model that predicts returns, and learns from the observed returns."""
 
     def __init__(
         self, engines: Engines, engine: RliteTrainEngine, options: CriticOptions, actor: ActorOptions, length: int

@@ -82,14 +82,8 @@ def _adapter_obstacle(options: PpoConfig, actor: Any, can: Capabilities) -> str:
 class DevicePlan:
     """Makes the engines of a run, and places them.
 
-    Args:
-        options: the run's config.
-        max_model_len: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
-        rewards: reward models; None if there are none.
-
-    Raises:
-        ConfigError: The rollouts truncate, and the rollout engine does not return the kept ids; or chosen experts are
-            to be replayed, and cannot be.
+    `max_model_len`: longest sequence that the rollout engine serves, in tokens; None is the engine's default.
+    `rewards`: reward models; None if there are none.
     """
 
     def __init__(

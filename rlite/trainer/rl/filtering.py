@@ -73,9 +73,7 @@ def num_uniform(batch: TensorDict) -> int:
 class VariedGroups:
     """Accepts groups with different rewards, and every group once the budget of one batch is spent.
 
-    Args:
-        budget: groups that may be refused per batch.
-        refused: takes each refused group. Called in the collector's thread.
+    `refused`: takes each refused group. Called in the collector's thread.
     """
 
     def __init__(self, budget: int, refused: Callable[[TensorDict], None]) -> None:

@@ -47,12 +47,7 @@ def sync_evaluation(engines: Engines, version: int, model: Path | None = None) -
 
 
 class TrainRecovery:
-    """Repeats the part of a step that a lost train worker interrupts, from the state at the end of the last step.
-
-    Args:
-        engines: the run's engines.
-        max_recoveries: most recoveries in an hour.
-    """
+    """Repeats the part of a step that a lost train worker interrupts, from the state at the end of the last step."""
 
     def __init__(self, engines: Engines, max_recoveries: int) -> None:
         self._engines = engines

@@ -68,11 +68,6 @@ class RecoveringScores:
     """The scores of an engine. If it loses workers, they are started again, and the same answers are scored again.
 
     Nothing is lost and nothing counts twice: a call returns the scores of its own answers, once.
-
-    Args:
-        engine: holds a frozen model.
-        is_alone: see `score_rows`.
-        budget: of recoveries.
     """
 
     def __init__(self, engine: RliteTrainEngine, is_alone: bool, budget: RestartBudget) -> None:

@@ -28,10 +28,6 @@ class BestModel:
     """Keeps the best model so far in a folder, with the metric by which it is the best.
 
     The value to beat is the value in the folder: a run that is killed resumes with the model that is there.
-
-    Args:
-        options: `best_metric` and `best_is_highest`.
-        folder: the run's folder.
     """
 
     def __init__(self, options: RunOptions, folder: Path) -> None:
@@ -79,11 +75,7 @@ class BestModel:
 
 
 class Thresholds:
-    """The values of metrics at which a run stops.
-
-    Args:
-        stop_at: thresholds by the metric's name.
-    """
+    """The values of metrics at which a run stops."""
 
     def __init__(self, stop_at: Mapping[str, float]) -> None:
         self._stop_at = stop_at

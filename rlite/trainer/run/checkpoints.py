@@ -20,11 +20,8 @@ class Checkpoints:
     Further engines (a critic) have folders `step-N-NAME`, which exist before `step-N` does. A checkpoint counts if
     `step-N` exists; its facts name the others.
 
-    Args:
-        folder: the run's `state` folder.
-        keep: how many to keep. Checkpoints of later steps than the newest, left by an abandoned run, are deleted.
-        wanted: a path, "latest", "latest_good", or None.
-        is_asynchronous: write while training goes on.
+    `keep`: how many to keep. Checkpoints of later steps than the newest, left by an abandoned run, are deleted.
+    `wanted`: a path, "latest", "latest_good", or None.
     """
 
     def __init__(self, folder: Path, keep: int, wanted: str | None, is_asynchronous: bool) -> None:

@@ -21,11 +21,7 @@ from rlite.trainer.run.resume import STARTED, begins_anew, wanted_checkpoint
 class SavedState:
     """Loads what an earlier attempt has saved, and saves.
 
-    Args:
-        resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
-
-    Raises:
-        ConfigError: the folder holds another run.
+    `resolved`: the trainer's config, which is saved. Its group `trainer` has the options of the run.
     """
 
     def __init__(self, resolved: Any) -> None:

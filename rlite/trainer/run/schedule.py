@@ -12,10 +12,8 @@ class EvaluationSchedule:
 
     A run that resumes owes the evaluations that its checkpoint lacks. They are due at once.
 
-    Args:
-        run: counts the steps.
-        intervals: steps between two evaluations, by the names of the sets.
-        first: sets that are due before the first step, too.
+    `intervals`: steps between two evaluations, by the names of the sets. `first`: sets that are due before the first
+    step, too.
     """
 
     def __init__(self, run: TrainingRun, intervals: Mapping[str, int], first: Collection[str] = ()) -> None:

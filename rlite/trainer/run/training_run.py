@@ -209,15 +209,7 @@ class TrainingRun:
     `step` counts finished steps. Callbacks are notified here, for every trainer. The end of a `with` block closes the
     observers, and lets other runs use the folder.
 
-    Args:
-        resolved: the trainer's config, which is saved. Its group `trainer` has the options of the run.
-        total_steps: number of steps of the whole run.
-        has_absolute_loss: whether the size of the loss indicates divergence.
-        callbacks: callbacks besides the callbacks that the config names.
-
-    Raises:
-        ConfigError: the folder holds another run, or an object is not a callback.
-        CallbackError: a callback could not be made.
+    `resolved`: the trainer's config, which is saved. Its group `trainer` has the options of the run.
     """
 
     def __init__(
@@ -343,10 +335,8 @@ class TrainingRun:
 class DivergenceWatch:
     """Decision, from the metrics of each step, whether training still learns.
 
-    Args:
-        max_bad: consecutive bad steps after which the run has diverged. Half of the last `4 * max_bad` steps count the
-            same: an alternating run learns little, too.
-        has_absolute_loss: losses of different steps are comparable, as in supervised training.
+    `max_bad`: consecutive bad steps after which the run has diverged. Half of the last `4 * max_bad` steps count the
+    same: an alternating run learns little, too.
     """
 
     def __init__(self, max_bad: int, has_absolute_loss: bool = False) -> None:

@@ -48,15 +48,7 @@ def sampled(
 
 
 class SampledPrompts(PromptStream):
-    """Endless batches of the rows that a sampler chooses.
-
-    Args:
-        rows: the table.
-        uniform: the stream of the same rows without a sampler, which knows whether a checkpoint is of these rows.
-        batch_size: rows of a batch.
-        sampler: chooses the rows.
-        seed: trainer.seed.
-    """
+    """Endless batches of the rows that a sampler chooses."""
 
     def __init__(self, rows: Table, uniform: PromptStream, batch_size: int, sampler: PromptSampler, seed: int) -> None:
         super().__init__(rows, batch_size, uniform.order)

@@ -51,11 +51,7 @@ Settling = Generator[BlockEvent, None, bool]
 
 
 class Blocks:
-    """Blocks of one answer, as its text arrives.
-
-    Args:
-        prompt: text of the prompt, which may have begun a thought.
-    """
+    """Blocks of one answer, as its text arrives."""
 
     def __init__(self, prompt: str) -> None:
         self.blocks: list[Block] = []
