@@ -2,10 +2,6 @@
 
 `start` checks the options before it imports the trainer: loading torch takes seconds, so option errors and the first
 line are printed before. This module imports no torch.
-
-Objects that a program gives a trainer, in place of what the options name.
-
-Check that the files and folders that a command's options name exist.
 """
 
 from __future__ import annotations

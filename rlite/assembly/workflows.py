@@ -1,7 +1,4 @@
-"""The workflow of the command `rlite ppo`: of rewards, of an environment file, or of a registered workflow.
-
-Context lengths: how long sequences may get, and how long they can get with the prompts of a run.
-"""
+"""The workflow of the command `rlite ppo`: of rewards, of an environment file, or of a registered workflow."""
 
 from __future__ import annotations
 

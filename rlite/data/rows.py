@@ -1,7 +1,4 @@
-"""The rows of a run: read from one table or from several that are mixed, in the form that rlite reads.
-
-Rows of prompts for rollouts, and a check of their form.
-"""
+"""The rows of a run: read from one table or from several that are mixed, in the form that rlite reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Options that all trainers share: tables of rows, runs, launchers and engines that generate. No torch here.
-
-Options of the sampling of responses, in training, in evaluations and on the command line.
-"""
+"""Options that all trainers share: tables of rows, runs, launchers and engines that generate. No torch here."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@
     rlite plan ... --json        sizes in bytes
 
 The model is made on meta and really sharded, over a process group that only pretends; no weight is read.
-
-The memory of the engine that generates, for `rlite plan`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Options of `rlite eval`. No torch here.
-
-Names of the models of an evaluation: in tables, in the record, and in the name of its folder.
-"""
+"""Options of `rlite eval`. No torch here."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ Log-probabilities of prompts: forward passes beside the KV cache, over packs of 
 
 A pack is cut into pieces of a bounded number of tokens, because the logits of a whole pack may not fit. A prompt that
 is cut continues from the keys and values of its earlier pieces.
-
-The driver compares the executor with transformers on a checkpoint's model, on CPU.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""The worker of the train executor "fsdp2": it holds a shard of a user's module and runs its methods.
-
-Materialization of a user's meta module: shard it, allocate this rank's part, and read its weights.
-
-Export of a sharded module as a Hugging Face checkpoint, with its adapters beside it.
-
-Registration of the train executor "fsdp2", and the checks that run before any process starts.
-"""
+"""The worker of the train executor "fsdp2": it holds a shard of a user's module and runs its methods."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Hugging Face causal models as train modules.
 
 Dropout is switched off in the layers and in the config, which a forward may read.
-
-A scalar head on any causal model: reward models and critics.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ Limits of a chat template, which is a program of a stranger: seconds of a proces
 A template runs in the caller's thread. A thread of this module looks at the clocks of the renderings that are slow, and
 raises an exception in theirs.
 
-Parts of messages, and their places in a rendered conversation.
-
 A part is a text of a message: its content, its thoughts, the name and the arguments of a call. The conversation is
 rendered once more with a mark before and after each part. If the rendered text without its marks is the conversation,
 the marks show the place of each part.

@@ -14,9 +14,7 @@ The driver is trusted. It sends pickled chunks of calls. The process answers in 
 If a function runs code made at run time, its next calls run in forks of the process. A fork can answer only through a
 pipe. The process passes one frame on. Then it kills the fork and everything that the fork started.
 
-Restore process state that calls share, after each call. This module imports only the standard library.
-
-Detect code that is made at run time. This module imports only the standard library.
+After each call the process restores the state that calls share.
 
 A function that runs code written by a model calls `exec` or `eval`, or imports a file that was just made. Python
 raises an audit event before each of these actions.

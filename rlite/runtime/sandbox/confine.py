@@ -19,8 +19,6 @@ User code may start processes that start others and end, faster than they can be
 (Linux 6.12), the keeper's kill(-1) reaches exactly its descendants, all at once: the kernel lets none of them fork
 meanwhile. Elsewhere the keeper lists and kills them until none is left. It does so when the sandbox process ends, when
 the driver asks for it by SIGTERM, and when the driver ends, for any reason. User code cannot signal the keeper.
-
-This module imports only the standard library.
 """
 
 from __future__ import annotations

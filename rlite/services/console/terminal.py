@@ -2,10 +2,6 @@
 
 On a terminal it is drawn with rich: columns with a header, a bar with the time left, panels with coloured frames. In a
 pipe or a file it is plain text without control characters, and each step is one line of `key value` pairs.
-
-The console's choice of metrics, and the text of their names and values.
-
-Improvement of a run: first, last and best values of its metrics, in words.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The recorder of a run: it chooses what is recorded, and writes it in the background.
-
-The tables of a step's record, made from groups that have ended.
-
-Text of token sequences, with the place of each token in it.
-"""
+"""The recorder of a run: it chooses what is recorded, and writes it in the background."""
 
 from __future__ import annotations
 

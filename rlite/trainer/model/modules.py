@@ -1,7 +1,4 @@
-"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule.
-
-The reference of a policy that learns from rows: the policy before its training.
-"""
+"""Build the modules to train: any Hugging Face causal model, or a score model, with an optimizer and a schedule."""
 
 from __future__ import annotations
 
