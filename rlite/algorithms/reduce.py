@@ -49,8 +49,7 @@ class Configured:
         if isinstance(algorithm, Configured):
             return algorithm
         function, name = table.check(algorithm, options), table.name_of(algorithm)
-        what = f"{table.kind} {name!r}: {located(function)}"
-        return cls(name, what, function, options, table.needs.get(name, ()))
+        return cls(name, f"{table.kind} {name!r}: {located(function)}", function, options, table.needs.get(name, ()))
 
     def __call__(self, *given: Any, **reserved: Any) -> Any:
         """Return the result of the function, which is blamed for what it raises."""

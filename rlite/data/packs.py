@@ -281,8 +281,7 @@ def _is_per_token(key: str, values: list[Tensor], lengths: list[int]) -> bool:
     for index, value in enumerate(values):
         if value.dtype != first.dtype or value.dim() != first.dim() or value.shape[2:] != first.shape[2:]:
             found = f"{key} is {_describe(value)} in trajectory {index} and {_describe(first)} in trajectory 0"
-            same = "the same type, the same dimensions and the same sizes after the second"
-            raise DataError(f"{found}; expected {same}")
+            raise DataError(f"{found}; expected the same type, the same dimensions and the same sizes after the second")
     widths = [] if first.dim() == 1 else [value.shape[1] for value in values]
     if widths == lengths or (key in RAGGED and widths):  # a ragged key is padded like one
         return True

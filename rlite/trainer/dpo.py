@@ -35,8 +35,7 @@ class DpoTrainer(PairTrainer[DpoConfig]):
     def make_reference(self) -> Reference | None:
         """Return the reference model, unless the loss has none."""
         actor = self.options.actor
-        is_free = actor.preference_loss.reference_free
-        return None if is_free else Reference(self.options.ref_actor, actor, self.engine)
+        return None if actor.preference_loss.reference_free else Reference(self.options.ref_actor, actor, self.engine)
 
     def make_loss(self) -> DpoLoss:
         """Return the loss of the DPO family that the options name."""

@@ -123,8 +123,7 @@ async def stream(engine: RliteInferenceEngine, tokens: list[int], sampling: Gene
         printer.put(torch.tensor(last))
     printer.end()
     if reason == "length":
-        limit = f"max_new_tokens={sampling.max_new_tokens}, or the model's context"
-        print(f"(ended by a limit: {limit})", file=sys.stderr)
+        print(f"(ended by a limit: max_new_tokens={sampling.max_new_tokens}, or the model's context)", file=sys.stderr)
 
 
 def print_answers(

@@ -86,8 +86,7 @@ def page_attention(
     query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     weighting = Weighting(scaling, asked.get("sliding_window"), Softmax.asked(asked))
     plan: Any = current_mixing()
-    attended = plan.attend(module.layer_idx, query, key, value, weighting)
-    return attended.view(batch, tokens, heads, -1), None
+    return plan.attend(module.layer_idx, query, key, value, weighting).view(batch, tokens, heads, -1), None
 
 
 AttentionInterface.register(ATTENTION, page_attention)
@@ -290,8 +289,7 @@ class NativeDecodePlan(StepsPlan):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, weighting: Weighting) -> Tensor:
         """Write keys and values to the cache and compute the attention, by one call."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        positions = self._positions[self._step]
-        return decode_attention(query, key, value, positions, self.table, keys, values, weighting)
+        return decode_attention(query, key, value, self._positions[self._step], self.table, keys, values, weighting)
 
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Weighting], Tensor]

@@ -279,8 +279,7 @@ class LeanDecoder:
         return self._pointwise.norm_rotate(getattr(attention, f"{which}_norm", None), heads, positions)
 
     def _projected(self, attention: Any, which: str, h: Tensor) -> Tensor:
-        product = self._called(getattr(attention, f"{which}_proj"), h)
-        return product.view(h.shape[0], -1, attention.head_dim)
+        return self._called(getattr(attention, f"{which}_proj"), h).view(h.shape[0], -1, attention.head_dim)
 
     def _called(self, layer: Any, h: Tensor) -> Tensor:
         """Return the output of a linear layer, with the adapters of the forward pass."""

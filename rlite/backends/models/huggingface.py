@@ -526,8 +526,7 @@ class HuggingFaceFsdp2ScoreModule(HuggingFaceFsdp2TrainModule):
         """Return the head of a model that has none yet, the same on every rank."""
         if name != "score.weight":
             return super().missing_parameter(name, shape)
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(shape, generator=generator, dtype=torch.float64) / (shape[1] + 1)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / (shape[1] + 1)
 
     def leaves_out(self, name: str) -> bool:
         """Return True for the output embedding of a causal model, in whose place the head is."""

@@ -78,8 +78,7 @@ class RemoteWorker(ServingWorker):
 
     @cached_property
     def _form(self) -> StoredForm:
-        model = meta_model(load_config(self._path))
-        return stored_form(model, self._staged.stored, is_writer=True, drops=False)
+        return stored_form(meta_model(load_config(self._path)), self._staged.stored, is_writer=True, drops=False)
 
     def _write(self, version: int, shards: dict[str, ParameterShard]) -> str:
         assert self._options.weights_folder is not None

@@ -219,8 +219,7 @@ class Server:
         logprobs, over_kept, kept_ids = table
         request, length = serving.request, None
         if any(value != value for value in logprobs):
-            told = "the model computes NaN or infinity for this request"
-            return self._abort(serving, error=told, is_nonfinite=True)
+            return self._abort(serving, error="the model computes NaN or infinity for this request", is_nonfinite=True)
         start = len(serving.made)
         serving.made += tokens
         if request.gconfig.stop:

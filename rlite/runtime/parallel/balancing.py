@@ -57,8 +57,6 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int, equal_size: bool = 
     in exactly one. Parts are ordered by their first row. Parts are empty only if there are fewer rows than parts; empty
     parts come last.
     """
-    if num_parts < 1:
-        raise ValueError(f"num_parts={num_parts}: expected at least 1")
     weights = [weight.item() if hasattr(weight, "item") else weight for weight in weights]  # an int8 would overflow
     for row, weight in enumerate(weights):
         if not (0 <= weight < math.inf):

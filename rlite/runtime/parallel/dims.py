@@ -25,28 +25,19 @@ class ParallelDims:
 
     @classmethod
     def of(cls, world_size: int, copy_size: int, seq: int, tensor: int, expert: int = 1) -> ParallelDims:
-        """Compute the axes of an engine.
-
-        Returns the sizes of all axes.
-        """
-        if copy_size % (seq * tensor):
-            raise ConfigError(
-                f"{copy_size} workers hold one copy of the model, and {copy_size} = fsdp x sp_size={seq} x "
-                f"tp_size={tensor} has no whole solution: choose sizes whose product divides {copy_size}"
-            )
+        """Compute the axes of an engine."""
+        product, told = seq * tensor, f"{copy_size} workers hold one copy of the model, and {copy_size} = fsdp x"
+        if copy_size % product:
+            equation, remedy = f"sp_size={seq} x tp_size={tensor}", "choose sizes whose product divides"
+            raise ConfigError(f"{told} {equation} has no whole solution: {remedy} {copy_size}")
         if copy_size % expert:
-            raise ConfigError(
-                f"{copy_size} workers hold one copy of the model, and {copy_size} = fsdp x sp_size x tp_size = efsdp x "
-                f"ep_size={expert} has no whole solution: choose an ep_size that divides {copy_size}"
-            )
-        return cls(world_size // copy_size, copy_size // (seq * tensor), seq, tensor, expert)
+            equation, remedy = f"sp_size x tp_size = efsdp x ep_size={expert}", "choose an ep_size that divides"
+            raise ConfigError(f"{told} {equation} has no whole solution: {remedy} {copy_size}")
+        return cls(world_size // copy_size, copy_size // product, seq, tensor, expert)
 
     @classmethod
     def of_world(cls, world_size: int, copies: int, seq: int, tensor: int, expert: int = 1) -> ParallelDims:
-        """Compute the axes from the options of the trainers.
-
-        Returns the sizes of all axes.
-        """
+        """Compute the axes from the options of the trainers."""
         if world_size % copies:
             raise ConfigError(f"ddp_size={copies} copies do not divide the world of {world_size} devices")
         return cls.of(world_size, world_size // copies, seq, tensor, expert)

@@ -75,11 +75,12 @@ def plan_microbatches(
     a preference pair) stay together in one microbatch. `costs`: time that each row takes, in any unit (such as
     `sequence_flops`); default: its length. Ranks are balanced by cost; capacity stays in tokens. `method`:
     "first_fit_decreasing" fills one microbatch after the other. "karmarkar_karp" makes a rank's microbatches alike (in
-    cost, or at least in length), in the same number, if the capacity leaves room. Returns `plan[rank][microbatch]`,
-    ascending row indices. Every row occurs exactly once. All ranks have the same number of microbatches, because each
-    forward and backward is a collective; a rank with too little work has empty microbatches at its end. Costs are
-    balanced over ranks. A rank's microbatches run from large to small, so that simultaneous microbatches have similar
-    costs. Without rows, there are no microbatches.
+    cost, or at least in length), in the same number, if the capacity leaves room.
+
+    Returns `plan[rank][microbatch]`, ascending row indices. Every row occurs exactly once. All ranks have the same
+    number of microbatches, because each forward and backward is a collective; a rank with too little work has empty
+    microbatches at its end. A rank's microbatches run from large to small, so that simultaneous microbatches have
+    similar costs. Without rows, there are no microbatches.
     """
     return plan_sharing(lengths, num_ranks, capacity, groups, None, costs=costs, method=method)[0]
 

@@ -60,8 +60,7 @@ def score_rows(engine: RliteTrainEngine, is_alone: bool, rows: Sequence[Tokens])
     columns = {name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True) for name in rows[0]}
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     batch = TensorDict({**columns, "attention_mask": mask}, batch_size=[len(rows)])
-    scores = engine.forward(batch, own_scores)
-    return scores.gather(1, lengths[:, None] - 1)[:, 0].tolist()
+    return engine.forward(batch, own_scores).gather(1, lengths[:, None] - 1)[:, 0].tolist()
 
 
 class RecoveringScores:

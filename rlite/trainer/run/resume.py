@@ -52,8 +52,7 @@ def wanted_checkpoint(resolved: Any) -> str | None:
     """Return the checkpoint to resume from: a path, "latest" or "latest_good"; None for a new run."""
     options = resolved.trainer
     overwrites = options.overwrite and not has_begun()
-    folder = Path(options.save_dir)
-    return checkpoint_to_load(folder, options.load_ckpt_from, overwrites, config.to_container(resolved))
+    return checkpoint_to_load(Path(options.save_dir), options.load_ckpt_from, overwrites, config.to_container(resolved))
 
 
 def started_at(resolved: Any) -> datetime:

@@ -130,8 +130,7 @@ class Tool(JsonObject):
         `parameters`: the JSON schema, as the request has it.
         """
         function = {"name": self.name, "description": self.description, "parameters": parameters}
-        given = {key: value for key, value in function.items() if value is not None}
-        return {"type": "function", "function": given}
+        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
 def functions(tools: Iterable[Tool], body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
