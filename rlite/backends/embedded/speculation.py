@@ -99,10 +99,7 @@ class SuffixIndex:
             del self._families[text.family]
 
     def find(self, sequence: RunningSequence, most: int) -> list[int]:
-        """Return the tokens that are likely to follow, as many as the match is long.
-
-        `most`: most tokens to return.
-        """
+        """Return the tokens that are likely to follow, as many as the match is long."""
         tokens, family = sequence.tokens, self._families.get(_family_of(sequence))
         if family is None or most < 1:
             return []

@@ -68,7 +68,7 @@ def prompt_logprobs(
 ) -> list[PromptLogprobs]:
     """Return the log-probabilities of each prompt's tokens but the first.
 
-    `num_top`: number of most likely tokens at each place. `max_tokens`: most tokens of one forward pass.
+    `max_tokens`: most tokens of one forward pass.
     """
     vocab_size = weights.config.get_text_config().vocab_size
     weights.use_adapters([adapter])

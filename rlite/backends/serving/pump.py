@@ -33,10 +33,7 @@ class PumpedWorker(ServingWorker, Protocol):
         """Accept requests, end requests, run decode steps, and return the generated tokens."""
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens.
-
-        `num_top`: number of most likely tokens at each place.
-        """
+        """Return the log-probabilities of each prompt's tokens."""
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,7 @@ class SglangReplica(StreamedReplica):
             super().resume()
 
     def prompt_logprobs(self, prompts: Sequence[list[int]], num_top: int) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens.
-
-        `num_top`: number of most likely tokens at each place.
-        """
+        """Return the log-probabilities of each prompt's tokens."""
         scoring = asyncio.run_coroutine_threadsafe(self._score_all(prompts, num_top), self._loop)
         try:
             while self._thread.is_alive():

@@ -259,10 +259,7 @@ class Server:
     async def prompt_logprobs(
         self, prompts: list[list[int]], num_top: int, adapter: str | None = None
     ) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens.
-
-        `num_top`: number of most likely tokens at each place.
-        """
+        """Return the log-probabilities of each prompt's tokens."""
         own = self._adapters.get(adapter)
         return await asyncio.gather(*(self._prompt_logprobs(ids, num_top, own) for ids in prompts))
 

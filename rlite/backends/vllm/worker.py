@@ -107,10 +107,7 @@ class VllmWorker:
         return self.advance([], [], 0)
 
     def prompt_logprobs(self, prompts: list[list[int]], num_top: int) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens.
-
-        `num_top`: number of most likely tokens at each place.
-        """
+        """Return the log-probabilities of each prompt's tokens."""
         return self._score(prompts, num_top, None)
 
     def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:

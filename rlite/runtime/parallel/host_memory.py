@@ -56,10 +56,7 @@ def _host_bytes(num: int, is_pinned: bool) -> Tensor:
 
 
 def pin(owner: object, address: int, num: int) -> None:
-    """Pin host memory for as long as its owner lives. If CUDA refuses, copies are slower, and the log says so.
-
-    `num`: its bytes.
-    """
+    """Pin host memory for as long as its owner lives. If CUDA refuses, copies are slower, and the log says so."""
     error = int(torch.cuda.cudart().cudaHostRegister(address, num, PORTABLE))
     if error:
         logger.warning("%d bytes of host memory could not be pinned (CUDA error %d): copies are slower", num, error)

@@ -455,10 +455,7 @@ class AdapterWorker(ServingWorker, Protocol):
         """Forget an adapter, and a version that was staged; nothing if there is none."""
 
     def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
-        """Return the log-probabilities of each prompt's tokens with an adapter.
-
-        `num_top`: number of most likely tokens at each place.
-        """
+        """Return the log-probabilities of each prompt's tokens with an adapter."""
 
 
 class WorkerReplica(Resident):

@@ -75,7 +75,7 @@ def score(
 ) -> list[PromptLogprobs]:
     """Return the log-probabilities of each prompt's tokens. Prompts are distributed to the replicas in turn.
 
-    `num_top`: number of most likely tokens at each place. `max_tokens`: most tokens of a prompt.
+    `max_tokens`: most tokens of a prompt.
     """
     if not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise ConfigError(f"num_top={num_top}: expected a number from 0 to {MAX_TOP_LOGPROBS}")
