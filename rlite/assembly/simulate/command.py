@@ -26,7 +26,13 @@ HOUR = 3600.0
 
 
 def simulate(options: SimulateConfig) -> dict[str, Any]:
-    """Return the answer as plain values."""
+    """Return the answer as plain values.
+
+    Raises:
+        ConfigError: the run did not run ahead of training, or all replicas would be lost.
+        DataError: the run's record or its metrics lack what a simulation needs.
+        RolloutError: nothing can go on with these settings.
+    """
     workload = make_workload(options)
     made = Simulation(workload, options.seed)
     made.run(options.steps)

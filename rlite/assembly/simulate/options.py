@@ -36,7 +36,12 @@ EXPECTED = (
 def amount(text: str, name: str) -> Draw:
     """Return the function that an amount means.
 
-    `text`: such as 12, 2x, 30% or lognormal:256,1.
+    Args:
+        text: such as 12, 2x, 30% or lognormal:256,1.
+        name: name of the option.
+
+    Raises:
+        ConfigError: the text means no amount.
     """
     unit = 0.01 if text.endswith("%") else 1.0
     kind, _, numbers = text.rpartition(":")

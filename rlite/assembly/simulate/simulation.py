@@ -112,7 +112,8 @@ class _Replica:
     def submit(self, requests: Sequence[InFlightRequest]) -> bool:
         """Take over groups.
 
-        Returns True: the router does not choose a lost replica.
+        Returns:
+            True: the router does not choose a lost replica.
         """
         for number in (request.request.request_id for request in requests):
             self.waiting.extend((work, number, n) for n, work in self._simulation.groups[number].works)
@@ -153,7 +154,12 @@ class _Replica:
 
 
 class Simulation:
-    """A trainer and its rollouts. After `run`, its attributes say what has happened."""
+    """A trainer and its rollouts. After `run`, its attributes say what has happened.
+
+    Args:
+        workload: what is simulated.
+        seed: seed of all draws.
+    """
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
         self.workload, self.limits, self._rng = workload, workload.limits, random.Random(seed)
@@ -182,7 +188,11 @@ class Simulation:
         self._has_changed = False
 
     def run(self, num_steps: int) -> None:
-        """Make so many steps."""
+        """Make so many steps.
+
+        Raises:
+            RolloutError: nothing can go on with these settings.
+        """
         for step in range(num_steps):
             if step == num_steps // 2:
                 self._lose_replicas()
@@ -307,7 +317,11 @@ class Simulation:
     def _next_event(self, limit: float) -> bool:
         """Let the next event happen.
 
-        Returns False, at the time `limit`, if there is none before.
+        Returns:
+            False, at the time `limit`, if there is none before.
+
+        Raises:
+            RolloutError: no event is left, and there is no limit.
         """
         replica = min(self._replicas, key=lambda replica: replica.next_end)
         end, rest = replica.next_end, self._rests[0][0] if self._rests else math.inf

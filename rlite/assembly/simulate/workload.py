@@ -55,7 +55,16 @@ class Speed(NamedTuple):
 
 
 def read_run(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Rows, list[dict[str, float]]]:
-    """Return the config, the recorded rollouts and the metrics of a run. The folder may come from anyone."""
+    """Return the config, the recorded rollouts and the metrics of a run. The folder may come from anyone.
+
+    Args:
+        folder: the run's folder.
+        notes: takes what cannot be read.
+
+    Raises:
+        ConfigError: the folder is not of a run that ran ahead of training.
+        DataError: the run has no record, or its metrics lack phases.
+    """
     told = f"run={folder}"
     try:
         config, lines = read_saved(folder / "config.yaml"), read_metrics(folder / "metrics.jsonl")
@@ -109,7 +118,12 @@ def _merged(kind: type[Options], own: Mapping[str, Any], given: Options | None) 
 
 
 def make_workload(options: SimulateConfig) -> Workload:
-    """Return what a simulation with these options simulates."""
+    """Return what a simulation with these options simulates.
+
+    Raises:
+        ConfigError: the run did not run ahead of training, or all replicas would be lost.
+        DataError: the run's record or its metrics lack what a simulation needs.
+    """
     rng, notes = random.Random(options.seed), list[str]()
     config: dict[str, Any] = {}
     templates, speed = [Template([Sample(1.0, 0.0, 1.0)])] * NUM_DRAWN, Speed()
@@ -167,7 +181,14 @@ def recorded_groups(rows: Rows, num_replicas: int, syncing: float, notes: list[s
     A group that was too old, or under way at the end, has not shown how long it takes. A group that took at least as
     long as it takes its place (the estimator of Kaplan and Meier).
 
-    `syncing`: mean seconds of a weight sync, in which generation rests.
+    Args:
+        rows: columns of the record.
+        num_replicas: replicas on which the run generated.
+        syncing: mean seconds of a weight sync, in which generation rests.
+        notes: takes what could not be measured.
+
+    Raises:
+        DataError: no group has come to its end.
     """
     rest, tokens = rows[RESTS[0]] + rows[RESTS[1]], rows["response_tokens"]
     ended, seconds = rows["ended"] - rest, rows["seconds_generate"]
@@ -204,7 +225,9 @@ def _longest(group: Template) -> float:
 def overlaps(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
     """Return the mean number of spans that are open during each span, itself included.
 
-    `began`: begin of each span [N]. `ended`: end of each span [N].
+    Args:
+        began: begin of each span [N].
+        ended: end of each span [N].
     """
     edges = [(np.sort(each), np.concatenate([[0.0], np.cumsum(np.sort(each))])) for each in (began, ended)]
 
@@ -220,8 +243,11 @@ def overlaps(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
 def fit_speed(seconds: np.ndarray, tokens: np.ndarray, beside: np.ndarray, notes: list[str]) -> Speed:
     """Return the speed of replicas by least squares: the simplest law that explains as much as the others.
 
-    `seconds`: of each sequence [N]. `tokens`: of each sequence [N]. `beside`: mean number of sequences on its replica
-    meanwhile [N].
+    Args:
+        seconds: of each sequence [N].
+        tokens: of each sequence [N].
+        beside: mean number of sequences on its replica meanwhile [N].
+        notes: takes what could not be measured.
     """
     best, chosen, rounding = math.inf, Speed(), 1e-9 * float((seconds**2).sum())
     for slowdown in SLOWDOWNS:
@@ -244,6 +270,11 @@ def recorded_steps(rows: Rows, metrics: Sequence[Mapping[str, float]], notes: li
     The time between steps is in no metric. The first start of a group with version V is close to the end of step V.
     From one such time near the beginning to another one near the end, the steps take what their metrics say. The rest
     is between them.
+
+    Args:
+        rows: columns of the record.
+        metrics: lines of metrics.jsonl.
+        notes: takes what could not be measured.
     """
     starts, by_step = rows["ended"] - rows["seconds_generate"] - sum(rows[name] for name in RESTS), dict[int, Step]()
     tokens, is_trained = rows["prompt_tokens"] + rows["response_tokens"], np.isin(rows["status"].astype(str), TRAINED)
