@@ -207,7 +207,10 @@ def open_files(source: Source) -> list[RowFile]:
         raise ConfigError(f"{where}: {whole}; leave out parts and subsets")
     if not path.exists() and path.suffix in _KINDS:
         raise ConfigError(f"{where}: no such file")
-    paths = _files_in(path, split["name"] if split else None) if path.is_dir() else [path] if path.is_file() else []
+    if path.is_dir():
+        paths = _files_in(path, split["name"] if split else None)
+    else:
+        paths = [path] if path.is_file() else []
     if not paths and (inner := _folders_in(path)):
         raise ConfigError(f"{where}: its files lie in folders of it; name one of them: {', '.join(inner)}")
     if not paths or paths[0].suffix not in _KINDS:
