@@ -27,7 +27,11 @@ NAMING = ("env_vars", "tool_env_vars", "key_env")
 
 
 class PrintLog(Observer):
-    """Shows what functions print in sandbox processes once for each kind, and keeps it in the run's folder."""
+    """Shows what functions print in sandbox processes once for each kind, and keeps it in the run's folder.
+
+    Args:
+        run: the run.
+    """
 
     def __init__(self, run: TrainingRun) -> None:
         self._run, self._path, self._lock = run, run.folder / PRINTS, threading.Lock()

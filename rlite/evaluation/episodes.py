@@ -64,7 +64,17 @@ class Evaluation:
 def evaluate(
     collector: RolloutCollector, chosen: EvaluationSet, is_interrupted: Callable[[], bool] = lambda: False
 ) -> Evaluation:
-    """Return an evaluation that is made now. The engine must not get other weights meanwhile."""
+    """Return an evaluation that is made now. The engine must not get other weights meanwhile.
+
+    Args:
+        collector: collector of the engine that serves the policy.
+        chosen: the set.
+        is_interrupted: becomes true when the evaluation is to end early.
+
+    Raises:
+        DataError: the tokens come from several policy versions, or a trajectory has no score.
+        EvaluationInterrupted: the evaluation was interrupted.
+    """
     episodes = collector.evaluate(chosen.rows, chosen.workflow, chosen.samples, is_interrupted=is_interrupted)
     _check_one_version(episodes, chosen.name)
     return Evaluation(chosen, samples_of(episodes), episodes)
@@ -73,7 +83,13 @@ def evaluate(
 def evaluate_each(
     collector: RolloutCollector, sets: Sequence[EvaluationSet], is_interrupted: Callable[[], bool]
 ) -> list[Evaluation]:
-    """Return the evaluations of several sets that end before an interruption."""
+    """Return the evaluations of several sets that end before an interruption.
+
+    Args:
+        collector: collector of the engine that serves the policy.
+        sets: the sets.
+        is_interrupted: becomes true when the evaluations are to end early.
+    """
     found: list[Evaluation] = []
     with suppress(EvaluationInterrupted):
         for each in sets:
@@ -82,13 +98,21 @@ def evaluate_each(
 
 
 def samples_of(episodes: Sequence[Ended]) -> list[Sample]:
-    """Return one sample for each episode of an evaluation."""
+    """Return one sample for each episode of an evaluation.
+
+    Raises:
+        DataError: `scores` or `rewards` of a trajectory is missing, or not [N].
+    """
     # two rows may have the same id
     return [sample_of_episode(ended, str(ended.group)) for ended in episodes]
 
 
 def sample_of_episode(ended: Ended, item: str) -> Sample:
-    """Return the sample of an episode. Its score is `scores` of the trajectory, or `rewards` without scores."""
+    """Return the sample of an episode. Its score is `scores` of the trajectory, or `rewards` without scores.
+
+    Raises:
+        DataError: `scores` or `rewards` of the trajectory is missing, or not [N].
+    """
     [episode] = ended.episodes
     own: dict[str, Any] = {"item": item, "sample": ended.first_sample}
     own |= {"failed_attempts": tuple(episode.failed_attempts), "redrawn": episode.redrawn}
@@ -104,7 +128,11 @@ def sample_of_episode(ended: Ended, item: str) -> Sample:
 
 
 def score_column(trajectory: TensorDict) -> str:
-    """Return the key of a trajectory's score: `scores`, or `rewards` if the workflow gives no scores."""
+    """Return the key of a trajectory's score: `scores`, or `rewards` if the workflow gives no scores.
+
+    Raises:
+        DataError: `scores` or `rewards` is missing, or not [N].
+    """
     key = "scores" if "scores" in trajectory else "rewards"
     if key not in trajectory:
         raise DataError("an evaluated trajectory has neither scores nor rewards; expected one of them")
@@ -132,7 +160,16 @@ def run_episodes(
 
     The random numbers of an episode depend on the seed and on its place alone, not on the episodes that ran before.
 
-    `on_end`: called in this thread for each episode soon after its end; `group` is the item's index.
+    Args:
+        engine: serves the model.
+        chosen: the set.
+        places: places of the episodes, which begin in this order.
+        options: seed, limits, time-out and number of attempts.
+        on_end: called in this thread for each episode soon after its end; `group` is the item's index.
+
+    Raises:
+        RolloutError: user code has ended the event loop of the episodes.
+        CallTimeout: user code blocks the event loop for longer than an episode may take.
     """
     limit = options.max_concurrent_rollouts or len(places)
     groups = (_group(chosen, *place, options.seed or 0) for place in places)
@@ -171,7 +208,16 @@ def serving_engine(
 ) -> RliteInferenceEngine:
     """Return an engine of the current session that serves a model on all devices.
 
-    `max_model_len`: longest sequence, in tokens; None is the engine's default.
+    Args:
+        model: folder or hub name of the checkpoint.
+        options: the engine's options.
+        max_model_len: longest sequence, in tokens; None is the engine's default.
+        seed: seed of requests without a seed of their own.
+        group: beginning of the options' keys, for messages.
+        colocate_with: engine on the same devices.
+
+    Raises:
+        ConfigError: the replicas do not divide the devices.
     """
     world = len(rlite.current_session().devices)
     if world % options.tp_size:

@@ -72,7 +72,8 @@ class Played:
 def main(argv: Sequence[str]) -> Result:
     """Print the findings.
 
-    Returns the findings; the exit status is 1 if something is wrong.
+    Returns:
+        The findings; the exit status is 1 if something is wrong.
     """
     options = config.load(EnvConfig, EnvConfig.arguments(argv))
     try:
@@ -115,7 +116,11 @@ def tokenizer_of(options: EnvConfig) -> Any:
 
 
 def find_workflow(options: EnvConfig, tokenizer: Any) -> RolloutWorkflow:
-    """Return the workflow that the argument names."""
+    """Return the workflow that the argument names.
+
+    Raises:
+        ConfigError: there is none, or it is no workflow.
+    """
     spec, gconfig = options.spec, GenerationHyperparameters(max_new_tokens=512)
     make: Callable[..., Any]
     if spec in WORKFLOWS:
@@ -146,7 +151,16 @@ def rows_of(options: EnvConfig, workflow: RolloutWorkflow) -> list[dict[str, Any
 def play(
     options: EnvConfig, workflow: RolloutWorkflow, tokenizer: Any, rows: Sequence[Any], row: int, script: int
 ) -> Played:
-    """Return one episode of a row, in which the model answers by a script."""
+    """Return one episode of a row, in which the model answers by a script.
+
+    Args:
+        options: time-out, and answers to try first.
+        workflow: runs the episode.
+        tokenizer: makes tokens of the answers.
+        rows: all rows.
+        row: number of the row.
+        script: number of the script.
+    """
     texts = script_of(options, workflow, rows[row], script)
     turns = itertools.count()
 
@@ -194,7 +208,14 @@ def step_of(coroutine: Any) -> str:
 
 
 def script_of(options: EnvConfig, workflow: RolloutWorkflow, row: Mapping[str, Any], script: int) -> list[str]:
-    """Return the texts of the turns of an episode; the last one is repeated."""
+    """Return the texts of the turns of an episode; the last one is repeated.
+
+    Args:
+        options: answers to try first.
+        workflow: its tools are called, if it has some.
+        row: its texts are tried, too.
+        script: number of the script, which chooses the text of the first turn, or after a call of a tool.
+    """
     own = [value for value in row.values() if isinstance(value, str) and value]
     known = [*options.answers, *map(str, (row.get(name) for name in ("answer", "solution") if name in row)), *own]
     texts = [*dict.fromkeys([*known, *TEXTS])]
@@ -226,7 +247,12 @@ def schemas_of(workflow: RolloutWorkflow, row: Mapping[str, Any]) -> Sequence[Ma
 
 
 def example_call(schema: Mapping[str, Any], text: str) -> ToolCall:
-    """Return a call of a tool with arguments of the types that its schema names."""
+    """Return a call of a tool with arguments of the types that its schema names.
+
+    Args:
+        schema: schema of the tool.
+        text: value of arguments that are texts.
+    """
     function = schema["function"]
     properties = (function.get("parameters") or {}).get("properties") or {}
     values = {
@@ -236,7 +262,12 @@ def example_call(schema: Mapping[str, Any], text: str) -> ToolCall:
 
 
 def of_failures(played: Sequence[Played], lack: str = "") -> Iterator[Finding]:
-    """Yield the causes of failed episodes, the most frequent first."""
+    """Yield the causes of failed episodes, the most frequent first.
+
+    Args:
+        played: all episodes.
+        lack: what the rows lack that a missing name may be, if they are not the user's.
+    """
     causes = Counter(each.failure.partition("\n")[0][:500] for each in played if each.failure)
     for cause, count in causes.most_common(3):
         remedy = f" ({lack}; give yours with data.path=ROWS)" if lack and MISSING.search(cause) else ""

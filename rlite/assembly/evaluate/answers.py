@@ -98,7 +98,12 @@ class EvaluationRequest:
     """rows and rewards of a program, in place of those that the options name"""
 
     def code(self) -> dict[str, str]:
-        """Return a digest of the code behind each source of scores, by the file or the name of the source."""
+        """Return a digest of the code behind each source of scores, by the file or the name of the source.
+
+        Raises:
+            ConfigError: a reward does not exist.
+            ImportFailed: the file or module of a reward does not exist, or raised an exception.
+        """
         options, functions = self.options, self.given.functions()
         found: dict[str, str] = {}
         for name, own in options.reward.items():
@@ -117,7 +122,11 @@ class EvaluationRequest:
         return found
 
     def settings(self, rows: Rows) -> dict[str, Any]:
-        """Return the settings that decide the samples, except for the model's, as values of JSON."""
+        """Return the settings that decide the samples, except for the model's, as values of JSON.
+
+        Args:
+            rows: the prompts, as they are asked.
+        """
         options, plain = self.options, config.to_container(self.options)
         sampling = {name: getattr(options.sampling, name) for name in _SAMPLING}
         if options.stop_token_ids:  # absent from settings of older versions
@@ -145,7 +154,19 @@ class EvaluationRequest:
     def candidate(
         self, given: str, name: str, settings: Mapping[str, Any], folder: Path, journals: ExitStack
     ) -> Candidate:
-        """Return a model with the samples that its journal holds."""
+        """Return a model with the samples that its journal holds.
+
+        Args:
+            given: folder of a model or of a run, or hub name.
+            name: name of the model in the record.
+            settings: further settings that decide the samples.
+            folder: holds the journals.
+            journals: closes the journal at its end.
+
+        Raises:
+            ConfigError: there is no such model, it writes no text, or the journal holds samples of other settings,
+                or lines that are no samples.
+        """
         model = model_folder(given)
         check_writes(model)
         own = {"model": model_settings(model), **settings}
@@ -156,7 +177,12 @@ class EvaluationRequest:
         return Candidate(name, model, own, journal.lines, time, journal=journal)
 
     def questions(self) -> tuple[Rows, MakeWorkflow]:
-        """Return the items that the options name, and the maker of the workflow that asks and scores them."""
+        """Return the items that the options name, and the maker of the workflow that asks and scores them.
+
+        Raises:
+            ConfigError: a source of items is missing, or a source of items or scores cannot be used.
+            DataError: some rows cannot be used.
+        """
         options = self.options
         options.check_complete()
         if options.data.path is None:
@@ -185,7 +211,15 @@ class EvaluationRequest:
         return lambda sampling, tokenizer, _: SingleTurnWorkflow(reward, sampling, tokenizer, **own)
 
     def tokenizer(self, folder: str) -> PreTrainedTokenizerBase:
-        """Return the tokenizer of a checkpoint."""
+        """Return the tokenizer of a checkpoint.
+
+        Args:
+            folder: folder or hub name of the checkpoint.
+
+        Raises:
+            CheckpointError: the tokenizer is unusable.
+            ConfigError: the checkpoint has no tokenizer, or no chat template for the options.
+        """
         data = self.options.data
         tokenizer, own = load_tokenizer(folder), data.chat_template_options
         tokenizer = with_template(tokenizer, data.chat_template_path, "data.chat_template_path")
@@ -194,14 +228,24 @@ class EvaluationRequest:
         return tokenizer
 
     def context_limit(self, folder: str) -> int:
-        """Return the longest sequence that a model and `max_model_len` allow, in tokens."""
+        """Return the longest sequence that a model and `max_model_len` allow, in tokens.
+
+        Args:
+            folder: folder or hub name of the checkpoint.
+        """
         own, asked = model_limit(folder), self.options.max_model_len
         if own and asked is not None and asked > own:
             tell(f"{folder}: max_model_len={asked}: at most {own} tokens, the model's max_position_embeddings")
         return min(own or sys.maxsize, asked or sys.maxsize)
 
     def known_context(self, asked: EvaluationSet, folder: str, limit: int) -> int | None:
-        """Return the longest sequence, in tokens, after a check of all prompts; None if the prompts do not say it."""
+        """Return the longest sequence, in tokens, after a check of all prompts; None if the prompts do not say it.
+
+        Args:
+            asked: the prompts, and the workflow that asks them.
+            folder: folder or hub name of the checkpoint.
+            limit: longest sequence that is allowed.
+        """
         if not asked.workflow.needs_prompt:
             return None
         check_prompts(asked.rows, self.where)
@@ -212,7 +256,12 @@ class EvaluationRequest:
         return None if needed is None else min(limit, needed)
 
     def unknown_context(self, folder: str, limit: int) -> int:
-        """Return the longest sequence, in tokens, if the prompts do not say it."""
+        """Return the longest sequence, in tokens, if the prompts do not say it.
+
+        Args:
+            folder: folder or hub name of the checkpoint.
+            limit: longest sequence that is allowed.
+        """
         if self.options.max_model_len is not None or limit <= MAX_MODEL_LEN:
             return limit
         cap = f"sequences of at most {MAX_MODEL_LEN} tokens, the default; max_model_len=N allows up to {limit}"
@@ -220,7 +269,11 @@ class EvaluationRequest:
         return MAX_MODEL_LEN
 
     def find_tasks(self) -> Any:
-        """Return the harness's task manager, which knows all tasks of the options."""
+        """Return the harness's task manager, which knows all tasks of the options.
+
+        Raises:
+            ConfigError: the package is missing, or a task is unknown.
+        """
         harness, path, tasks = import_module(HARNESS), self.options.task_path, self.options.tasks
         if path is not None and not Path(path).is_dir():
             raise ConfigError(f"task_path={path}: no such folder")
@@ -257,6 +310,9 @@ def digest_of(scorer: Any) -> str:
 
     The code is the whole file of the definition. For code of the program itself (`__main__`) and code without a file it
     is the function alone. An object without any Python code gets a digest that equals no other.
+
+    Args:
+        scorer: a reward or the maker of a workflow.
     """
     contents = {_content(function) for function in _functions(scorer)}
     return digest(sorted(contents)) if contents else f"unknown {secrets.token_hex(8)}"
@@ -307,7 +363,15 @@ def model_settings(folder: str) -> dict[str, str]:
 
 
 def item_ids(items: Rows, where: str) -> list[str]:
-    """Return the id of each item: its `id`, else its number."""
+    """Return the id of each item: its `id`, else its number.
+
+    Args:
+        items: rows of the data.
+        where: their name in messages.
+
+    Raises:
+        DataError: two items have the same id.
+    """
     places: dict[str, int] = {}
     for number, item in enumerate(items):
         id = str(number if item.get("id") is None else item["id"])
@@ -327,7 +391,16 @@ def read_generated(
 ) -> dict[str, EvaluationSet]:
     """Return the sets that a model answers, by name.
 
-    `given`: rows and functions of a program, in place of those of the paths.
+    Args:
+        sets: options of these sets by name.
+        data: options of the training data, whose columns, system prompt and template options the sets share.
+        model_name: the model that is trained.
+        max_new_tokens: length of an answer, unless a set says another.
+        given: rows and functions of a program, in place of those of the paths.
+
+    Raises:
+        ConfigError: a set samples several answers that are all the same, or a reward cannot be used.
+        DataError: a row has no prompt, or lacks a column that a reward needs.
     """
     found: dict[str, EvaluationSet] = {}
     default = SamplingOptions(temperature=0.0, max_new_tokens=max_new_tokens)
@@ -353,7 +426,18 @@ def read_generated(
 
 
 class PromptAnswers:
-    """The answers that a model has still to give. Making it checks the model and all prompts; no weights are read."""
+    """The answers that a model has still to give. Making it checks the model and all prompts; no weights are read.
+
+    Args:
+        candidate: the model, and the samples that it has.
+        items: rows of the data.
+        make_workflow: makes the workflow that asks the items.
+        request: what the command asks.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
+        DataError: a prompt cannot be asked.
+    """
 
     def __init__(
         self, candidate: Candidate, items: Rows, make_workflow: MakeWorkflow, request: EvaluationRequest
@@ -380,7 +464,11 @@ class PromptAnswers:
             self._rewards = RewardEngines.of(asked, self._context, options.deterministic, MAX_RECOVERIES)
 
     def run(self) -> None:
-        """Generate the missing samples in the current session; each goes to the journal as it ends."""
+        """Generate the missing samples in the current session; each goes to the journal as it ends.
+
+        Raises:
+            RolloutError: all samples failed.
+        """
         options, name = self._options, self.candidate.name
         continuing(name, self._num_expected - len(self.missing), self._num_expected, "samples")
         engine = serving_engine(self.candidate.model, options, self._context, options.seed)
@@ -403,7 +491,11 @@ class PromptAnswers:
             engine.release()
 
     def _keep(self, ended: Ended) -> None:
-        """Write a sample. Failed samples are held back until one succeeds: a broken reward gives no result."""
+        """Write a sample. Failed samples are held back until one succeeds: a broken reward gives no result.
+
+        Raises:
+            RolloutError: all samples failed.
+        """
         has_tokens = ended.group < self._options.record_tokens
         self._held.append(row_of(ended, self._ids[ended.group], self._texts, has_tokens))
         self._has_succeeded |= ended.status == "evaluated"
@@ -429,6 +521,15 @@ class TaskAnswers:
 
     The journal has a line for each task that has ended, or for each sample of a task that generates text. The harness's
     cache has greedy answers and log-likelihoods of the task under way.
+
+    Args:
+        candidate: the model, and the tasks that it has done.
+        manager: the harness's task manager.
+        request: what the command asks.
+        folder: folder of the evaluation.
+
+    Raises:
+        ConfigError: the checkpoint has no tokenizer.
     """
 
     def __init__(self, candidate: Candidate, manager: Any, request: EvaluationRequest, folder: Path) -> None:
@@ -510,7 +611,11 @@ class TaskAnswers:
 def showing_progress(progress: Callable[[], str]) -> closing[ConsoleReporter]:
     """Show the progress of the evaluation until the end of the block.
 
-    `progress`: returns it in words; called in another thread. Returns the block's context manager.
+    Args:
+        progress: returns it in words; called in another thread.
+
+    Returns:
+        The block's context manager.
     """
     console = ConsoleReporter(file=sys.stderr, quiet_s=QUIET_S)
     console.follow(progress)
@@ -518,6 +623,13 @@ def showing_progress(progress: Callable[[], str]) -> closing[ConsoleReporter]:
 
 
 def continuing(name: str, num_there: int, num_expected: int, what: str) -> None:
-    """Print that an evaluation continues, if a part of it exists."""
+    """Print that an evaluation continues, if a part of it exists.
+
+    Args:
+        name: name of the model.
+        num_there: parts that an earlier command has written.
+        num_expected: parts of the whole evaluation.
+        what: the parts, such as "samples".
+    """
     if num_there:
         tell(f"{name}: continuing: {num_there} of {num_expected} {what} are there")

@@ -52,7 +52,8 @@ SAME = ("questions", "scores", "tasks")
 def main(argv: Sequence[str]) -> Result:
     """Evaluate one model or two, print the metrics, and name their folder.
 
-    Returns metrics and comparison, as in results.json, and the folder.
+    Returns:
+        Metrics and comparison, as in results.json, and the folder.
     """
     options = config.load(EvalConfig, EvalConfig.arguments(argv), aliases=EvalConfig.aliases)
     result = evaluate(options)
@@ -66,8 +67,19 @@ def main(argv: Sequence[str]) -> Result:
 def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> EvaluationResult:
     """Evaluate in the program's session, or in one of its own.
 
-    `given`: rows and rewards of a program, in place of those that the options name. Returns metrics and samples; of two
-    models also the comparison.
+    Args:
+        options: options of the command.
+        given: rows and rewards of a program, in place of those that the options name.
+
+    Returns:
+        Metrics and samples; of two models also the comparison.
+
+    Raises:
+        ConfigError: an option or a model cannot be used, or the folder holds samples of other settings, a run or a
+            model.
+        DataError: some rows cannot be used, or the two models answered other items.
+        FolderInUse: another evaluation is under way in the folder.
+        StorageError: the folder cannot be written.
     """
     serve_if_worker(options)
     request = EvaluationRequest(options, given)
@@ -86,7 +98,16 @@ def evaluate(options: EvalConfig, given: ProgramObjects = NOTHING) -> Evaluation
 
 
 def _answered(request: EvaluationRequest, folder: Path, until_end: ExitStack) -> list[Answered]:
-    """Return the models with all their samples. Those that are missing are generated now."""
+    """Return the models with all their samples. Those that are missing are generated now.
+
+    Args:
+        request: what the command asks.
+        folder: folder of the evaluation.
+        until_end: closes the journals at its end.
+
+    Raises:
+        ConfigError: there is no source of scores for a model without results.
+    """
     options, names = request.options, request.options.names
     asked = dict(zip(names, filter(None, (options.model, options.other)), strict=True))
     if not options.overwrite:
@@ -129,7 +150,11 @@ def _answered(request: EvaluationRequest, folder: Path, until_end: ExitStack) ->
 
 
 def _earlier(given: str, name: str, folder: Path) -> Answered | None:
-    """Return the result of an earlier evaluation under a name; None if the path is none."""
+    """Return the result of an earlier evaluation under a name; None if the path is none.
+
+    Raises:
+        ConfigError: the result cannot be used, or it is in the folder that this evaluation writes.
+    """
     if (found := storage.earlier_result(given)) is None:
         return None
     if folder.resolve() == Path(given).expanduser().resolve():
@@ -153,7 +178,11 @@ def advice(folder: Path, overwrites: bool) -> str:
 
 
 def check_comparable(models: Sequence[Answered]) -> None:
-    """Check that all models have the same questions, scored in the same way."""
+    """Check that all models have the same questions, scored in the same way.
+
+    Raises:
+        ConfigError: the models differ. The message names the settings.
+    """
     first, *others = models
     for other in others:
         shared = [{key: model.settings.get(key) for key in SAME} for model in (first, other)]
@@ -167,7 +196,15 @@ def result_of(
 ) -> EvaluationResult:
     """Return the metrics of the models, and of two the comparison.
 
-    `k`: largest k of pass@k; None: the number of samples.
+    Args:
+        models: with all their samples.
+        k: largest k of pass@k; None: the number of samples.
+        solved_at: score from which a sample is solved.
+        confidence: level of the intervals.
+        seed: seed of the draws of the test.
+
+    Raises:
+        DataError: `k` is larger than the number of samples.
     """
     evaluated = [_evaluated(model, k, solved_at, confidence) for model in models]
     if len(evaluated) != 2 or not evaluated[0].samples:
@@ -299,6 +336,13 @@ def recorded(candidate: Candidate, folder: Path) -> Iterator[None]:
 
     Each version of the record is made of the whole journal, so that no sample is in it twice. After a kill, the record
     lacks the samples that have ended since its last version. The continued evaluation writes it again.
+
+    Args:
+        candidate: the model, whose journal grows.
+        folder: folder of the evaluation.
+
+    Yields:
+        None.
     """
     stopped = threading.Event()
     thread = threading.Thread(target=_follow, args=(candidate, folder, stopped), name="eval-record", daemon=True)

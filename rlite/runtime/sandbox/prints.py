@@ -44,7 +44,8 @@ def new_file() -> int:
 class PrintStream(io.RawIOBase):
     """Standard output and standard error of a sandbox process, which keeps the first bytes of each call.
 
-    `descriptor`: the file. It is closed: the memory stays, also in forks, and mmap keeps a descriptor of its own.
+    Args:
+        descriptor: the file. It is closed: the memory stays, also in forks, and mmap keeps a descriptor of its own.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -58,7 +59,12 @@ class PrintStream(io.RawIOBase):
         sys.stdout = sys.stderr = text
 
     def begin(self, number: int, is_first: bool = False) -> None:
-        """Keep what the call of this number prints from now on."""
+        """Keep what the call of this number prints from now on.
+
+        Args:
+            number: number of the call.
+            is_first: forget the calls before.
+        """
         self._number, self._room = number, MOST
         if is_first:
             _USED.pack_into(self._memory, 0, _USED.size)
@@ -107,7 +113,11 @@ _listeners: list[Callable[[str, str], None]] = []
 
 
 def listen(listener: Callable[[str, str], None] | None) -> None:
-    """Let a listener take what calls print, in place of the listener before."""
+    """Let a listener take what calls print, in place of the listener before.
+
+    Args:
+        listener: called in the task of a call with the name of the function and the text.
+    """
     _listeners[:] = [] if listener is None else [listener]
 
 
