@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 import rlite
 from rlite.data.packs import check_one_per_row
+from rlite.data.prompts import item_name
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.errors import ConfigError, DataError, EvaluationInterrupted
 from rlite.evaluation.metrics import Sample, summary
@@ -195,7 +196,8 @@ def run_episodes(
 
 def _group(chosen: EvaluationSet, item: int, sample: int, seed: int) -> Group:
     id, seed = item * chosen.samples + sample, mix(mix(seed, item), sample)
-    return Group(id, chosen.rows[item], chosen.workflow, size=1, seed=seed, first_sample=sample)
+    row = chosen.rows[item]
+    return Group(id, row, chosen.workflow, size=1, seed=seed, item=item_name(row, item), first_sample=sample)
 
 
 def serving_engine(

@@ -30,6 +30,7 @@ calls = []
 
 def correct(prompt, completions, prompt_ids, completion_ids, answer, **row):
     calls.append(prompt)
+    print(f"{len(calls)} judged")
     if len(calls) == 6 and (kill := pathlib.Path(__file__).with_name("kill")).exists():
         journal, deadline = pathlib.Path(kill.read_text()), time.monotonic() + 20
         while journal.read_bytes().count(b"\n") < 2 and time.monotonic() < deadline:
@@ -270,7 +271,9 @@ def test_failed_samples_count_as_wrong_and_are_reported(
     assert "no such answer" in failed["reason"]
 
 
-def test_the_parts_of_several_rewards_are_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_several_rewards_are_recorded_and_what_they_print_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rewards = [f"reward.{name}.path={folder}/my.py:correct" for name in ("odd", "same")]
     arguments = ["--data", folder / "test.jsonl", *rewards, "reward.same.weight=0.5", *SHORT[:2]]
     run(monkeypatch, folder / "before", *arguments, f"out={folder}/parts")
@@ -278,6 +281,13 @@ def test_the_parts_of_several_rewards_are_recorded(folder: Path, monkeypatch: py
         parts = dict(row["reward_parts"])
         assert parts.keys() == {"odd", "same"}
         assert row["reward"] == parts["odd"] + 0.5 * parts["same"]
+    printed = [json.loads(line) for line in (folder / "parts" / "prints.jsonl").read_text().splitlines()]
+    kept = {(line["model"], line["row"], line["sample"], line["function"]) for line in printed}
+    assert kept == {("before", f"q{n}", 0, f"reward {name}") for n in range(4) for name in ("odd", "same")}
+    assert all(line["text"].endswith("judged\n") for line in printed)
+    assert capsys.readouterr().err.count("judged") == 2, "one of each function's kind"
+    run(monkeypatch, folder / "before", *arguments, f"out={folder}/parts", "overwrite=true", "limit=1")
+    assert len((folder / "parts" / "prints.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_reward_that_always_fails_ends_the_command_and_no_sample_counts(

@@ -120,10 +120,8 @@ QUESTIONS = [
         "learn only assistant",
         ("data", "chat-templates", "trainers"),
     ),
-    Question("student", "Where is what my reward printed?", "print inside reward", ("rewards", "callbacks", "cookbook")),
-    Question(
-        "researcher", "How do I read an episode turn by turn?", "text of an episode", ("record", "viewer", "environments")
-    ),
+    Question("student", "Where is what my reward printed?", "print inside reward", ("rewards", "callbacks")),
+    Question("researcher", "How do I read an episode turn by turn?", "text of an episode", ("record", "viewer")),
     Question("product", "How do I ask the served model by curl?", "curl chat completions", ("serving",)),
 ]
 

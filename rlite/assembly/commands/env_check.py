@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from tensordict import TensorDict
 from rlite import config
 from rlite.assembly.commands.doctor import Finding, tell
 from rlite.assembly.commands.env_options import EnvConfig
+from rlite.assembly.prints import Prints
 from rlite.assembly.quickstart.run import CHATML, TURN_END, byte_tokenizer
 from rlite.data.chat.template import with_template
 from rlite.data.packs import check_has, check_trajectory, first_rows
@@ -32,6 +35,8 @@ from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.tools.formats import ToolCall
 from rlite.rollout.tools.workflow import ToolUseWorkflow
 from rlite.runtime.sandbox.pool import close_shared_pool
+from rlite.runtime.sandbox.prints import listening
+from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.environments.contracts import contract_workflow
 from rlite.trainer.rl.rollouts import TRAINED_ON, trajectory_rewards
 from rlite.types import LLMRequest
@@ -77,7 +82,9 @@ def main(argv: Sequence[str]) -> Result:
     """
     options = config.load(EnvConfig, EnvConfig.arguments(argv))
     try:
-        return tell(check(options), "ready to train on")
+        console = ConsoleReporter(file=sys.stderr)
+        with closing(console), listening(Prints(console, options, None, lambda episode: {}).take):
+            return tell(check(options), "ready to train on")
     finally:
         close_shared_pool()
 

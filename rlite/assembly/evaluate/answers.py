@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from rlite import config
 from rlite.assembly.commands.generate import check_writes, model_folder
 from rlite.assembly.evaluate.options import EvalConfig
+from rlite.assembly.prints import Prints
 from rlite.assembly.workflows import own_rewards
 from rlite.data.chat.template import check_template_options, with_template
 from rlite.data.rows import check_prompts, place_of, read_source
@@ -51,6 +52,7 @@ from rlite.rollout.rewards.configured_rewards import ChosenRewards
 from rlite.rollout.rewards.function import RewardFunction
 from rlite.rollout.rewards.models import reward_models
 from rlite.rollout.rewards.options import RewardOptions
+from rlite.runtime.sandbox.prints import listening
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.environments.contracts import contract_workflow
 from rlite.services.record.recorder import TokenTexts
@@ -58,6 +60,7 @@ from rlite.trainer.held_out import GeneratedOptions, held_out_sources, key_of
 from rlite.trainer.model.prompt_lengths import Rows, longest_prompt, model_limit, vocab_size_of
 from rlite.trainer.options import SamplingOptions, TableOptions
 from rlite.trainer.rl.reward_engines import RewardEngines
+from rlite.trainer.run.folder import PRINTS
 from rlite.trainer.run.program_objects import ProgramObjects
 from rlite.types import GenerationHyperparameters
 from rlite.wording import counted
@@ -482,13 +485,17 @@ class PromptAnswers:
         )
         begun = time.monotonic()
         try:
-            with showing_progress(lambda: self._progress(begun)):
+            with showing_progress(lambda: self._progress(begun)) as console, self._keeping_prints(console):
                 run_episodes(engine, self._set, self.missing, limits, self._keep)
             if self._held:
                 raise self._nothing_but_failures()
         finally:
             self._rewards.release()
             engine.release()
+
+    def _keeping_prints(self, console: ConsoleReporter) -> AbstractContextManager[None]:
+        path = None if self._options.folder is None else self._options.folder / PRINTS
+        return listening(Prints(console, self._options, path, lambda episode: {"model": self.candidate.name}).take)
 
     def _keep(self, ended: Ended) -> None:
         """Write a sample. Failed samples are held back until one succeeds: a broken reward gives no result.

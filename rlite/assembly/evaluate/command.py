@@ -29,7 +29,7 @@ from rlite.assembly.evaluate.answers import EvaluationRequest, PromptAnswers, Ta
 from rlite.assembly.evaluate.options import EvalConfig, default_temperature
 from rlite.assembly.launch import has_waiting_ranks, serve_if_worker, session_of
 from rlite.data.chat.template import CLOCK
-from rlite.errors import ConfigError, RliteError
+from rlite.errors import ConfigError, RliteError, writing
 from rlite.evaluation import folder as storage
 from rlite.evaluation import metrics as measures
 from rlite.evaluation.folder import RESULTS, Answered, Candidate, EvaluatedModel, EvaluationResult
@@ -40,6 +40,7 @@ from rlite.evaluation.sets import Rows
 from rlite.output import Result
 from rlite.rollout.collector.lost_groups import in_a_line
 from rlite.services.console.terminal import TextConsole
+from rlite.trainer.run.folder import PRINTS
 from rlite.trainer.run.interruption import INTERRUPTION
 from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
 from rlite.wording import counted
@@ -136,6 +137,9 @@ def _answered(request: EvaluationRequest, folder: Path, until_end: ExitStack) ->
         candidates = [each for each in models if isinstance(each, Candidate)]
         answers = [answers_of(each) for each in candidates]
         storage.remove_others(folder, names)
+        if options.overwrite:
+            with writing(folder / PRINTS):
+                (folder / PRINTS).unlink(missing_ok=True)
         for each in candidates:
             each.begin(folder)
     if options.folder is not None:

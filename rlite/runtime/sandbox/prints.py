@@ -19,7 +19,8 @@ import re
 import struct
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 SIZE = 1 << 16
@@ -119,6 +120,17 @@ def listen(listener: Callable[[str, str], None] | None) -> None:
         listener: called in the task of a call with the name of the function and the text.
     """
     _listeners[:] = [] if listener is None else [listener]
+
+
+@contextmanager
+def listening(listener: Callable[[str, str], None]) -> Iterator[None]:
+    """Let a listener take what calls print in the block, in place of the listener before."""
+    before = _listeners[:]
+    listen(listener)
+    try:
+        yield
+    finally:
+        _listeners[:] = before
 
 
 def tell(what: str, text: str) -> None:

@@ -117,4 +117,8 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(run: TrainingRun) -> None:
     monkey.mkdir()
     tell("reward f", "text")
     tell("reward f", "more text")
-    assert [title for title, _ in shown(run)] == ["reward f printed", "what functions print is not kept from here on"]
+    assert [title for title, _ in shown(run)] == [
+        "reward f printed",
+        "what functions print is not kept from here on",
+        "reward f printed",
+    ]

@@ -186,3 +186,19 @@ def test_the_tools_of_an_environment_are_called() -> None:
     spec = f"trl:{__file__}:Adding"
     found = {finding.topic: finding for finding in check(EnvConfig(action="check", spec=spec, rows=1, episodes=2))}
     assert "reward 1, whatever" in found["rewards"].text  # each episode added the example 1 once
+
+
+def talking(completions: str, prompt: str, **row: Any) -> float:
+    print("judging", repr(completions))
+    return float(completions == "yes")
+
+
+def talks(gconfig: Any, tokenizer: Any) -> Any:
+    return SingleTurnWorkflow(RewardFunction(talking), gconfig, tokenizer)
+
+
+def test_what_functions_print_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", f"{__file__}:talks"])
+    told = capsys.readouterr()
+    assert told.err.count("judging") == 1, "quoted texts make no other kind"
+    assert "judging" not in told.out
