@@ -100,6 +100,8 @@ def test_the_overview_begins_with_advice_and_draws_both_runs(show: Any) -> None:
     legend = page.locator('[data-chart="Training reward"] .u-legend').inner_text()
     assert "first" in legend
     assert "±" in legend
+    newest = page.locator('[data-chart="Entropy"] .u-series td').all_inner_texts()
+    assert [value.partition(" at ")[2] for value in newest] == ["", "", "5"], "the second run has made fewer steps"
 
 
 def test_any_metric_can_be_drawn(show: Any) -> None:
@@ -332,6 +334,17 @@ def test_options_that_differ_are_listed(show: Any) -> None:
     rows = page.locator("table.options tbody th").all_inner_texts()
     assert "actor.lr" in rows
     assert "actor.clip" not in rows
+    rates = page.locator("table.options tr", has=page.get_by_text("actor.lr", exact=True))
+    assert rates.locator("td").all_inner_texts() == ["1e-6", "3e-6"]
+
+
+def test_an_address_of_what_is_not_recorded_says_so(chromium: Browser, show: Any) -> None:
+    page = show("rollouts?step=77")
+    assert "Step 77 has no rollouts. This is step 6." in page.locator("main").inner_text()
+    page = show("sample?step=2&group=999&sample=0")
+    assert "Step 2 has no sample 0 of group 999." in page.locator("main").inner_text()
+    assert len(chromium.errors) == 1  # the browser reports the 404
+    chromium.errors.clear()
 
 
 def test_the_timeline_zooms_by_keys(show: Any) -> None:
@@ -344,6 +357,8 @@ def test_the_timeline_zooms_by_keys(show: Any) -> None:
     box = page.locator("canvas.timeline").bounding_box()
     page.mouse.move(box["x"] + 230, box["y"] + 10)
     assert "driver" in page.locator(".told").inner_text()
+    colours = page.locator("table.times .swatch").evaluate_all("all => all.map((each) => each.style.backgroundColor)")
+    assert len(set(colours)) > 3, "the table is the key of the picture's colours"
 
 
 def test_prompts_are_found_by_their_text(show: Any) -> None:
@@ -434,6 +449,8 @@ def test_an_evaluation_shows_its_results_and_no_steps(chromium: Browser, tmp_pat
         page.goto(url)
         chromium.wait_until_shown(page, "")
         assert page.locator("main .card h2").all_inner_texts() == ["Accuracy", "pass@k", "Metrics"]
+        ticks = page.evaluate("uPlot.sync('ks').plots[0].axes[0]._values")
+        assert [tick for tick in ticks if tick] == ["1", "2"]
         assert '"models"' not in page.locator("main").inner_text(), "no page shows an answer as it came"
         assert "0.5 ± 0.1" in page.locator(".bars").inner_text()
         page.goto(f"{url}#/rollouts")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlite.trainer.run.folder import lock
+from tests.recorded import recorded
 from tests.recorded_run import Shape, write_chain, write_evaluation, write_run
 from tests.view_server import serving
 
@@ -83,7 +84,7 @@ def test_the_overview_says_what_the_run_is_and_keeps_what_a_reader_chooses(chrom
         assert text in head
     assert "rlite grpo actor.model_name=" in head
     reward = page.locator(".tile", has=page.get_by_text("reward", exact=True))
-    assert "mean of the last 6 steps" in reward.inner_text()
+    assert "last 6 steps vs the 6 before" in reward.inner_text()
     assert reward.locator(".change").inner_text().startswith("▲")
     page.get_by_label("smoothing").select_option("0.85")
     page.get_by_label("over").select_option("tokens")
@@ -138,7 +139,23 @@ def test_rollouts_are_read_as_texts(chromium: Browser, url: str) -> None:
     marks = filtered.locator(".mark").all_inner_texts()
     uniform = filtered.locator(".reward").all_inner_texts()
     assert marks == (["no signal: equal rewards"] if len(set(uniform)) == 1 else [])
+    assert page.locator(".mark", has_text="texts not recorded").count() == 1, "5 of 6 groups have texts"
     page.context.close()
+
+
+def test_a_lost_group_says_why(chromium: Browser, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", SHAPE)
+    reasons = {row["reason"] for row in recorded(tmp_path / "run") if row["status"] not in ("trained", "filtered")}
+    with serving([str(tmp_path / "run")]) as url:
+        page = opened(chromium, url, "rollouts")
+        told = set()
+        for step in range(1, SHAPE.steps + 1):
+            page.evaluate("place => { location.hash = place; }", f"#/rollouts?step={step}")
+            chromium.wait_until_shown(page, f"#/rollouts?step={step}")
+            told |= set(page.locator(".story .why").all_inner_texts())
+        page.context.close()
+    assert reasons
+    assert told == reasons
 
 
 def test_the_pages_that_are_read_most_have_no_serious_barrier(chromium: Browser, url: str) -> None:
@@ -154,8 +171,27 @@ def test_pages_fit_a_phone(chromium: Browser, url: str) -> None:
         page.evaluate("place => { location.hash = place; }", f"#/{place}")
         chromium.wait_until_shown(page, f"#/{place}")
         wide[place] = page.evaluate("document.documentElement.scrollWidth")
+        tables = page.locator("table.options, table.times")
+        wide[f"tables of {place}"] = max([0, *tables.evaluate_all("all => all.map((each) => each.scrollWidth)")])
     page.context.close()
     assert {place: width for place, width in wide.items() if width > 400} == {}
+
+
+def test_a_finger_chooses_both_answers_and_learns_what_a_span_is(chromium: Browser, url: str) -> None:
+    page = opened(chromium, url, "compare", has_touch=True, is_mobile=True)
+    page.get_by_label("a cell chooses").select_option("b")
+    page.wait_for_function("() => document.getElementById('main').dataset.shown.includes('pick=b')")
+    page.locator("tr .cell").nth(1).tap()
+    page.wait_for_function("() => document.querySelectorAll('tr .cell')[1]?.textContent === 'B'")
+    assert page.locator("tr .cell").nth(0).inner_text() == "A"
+    size = page.locator("tr .cell").nth(1).bounding_box()
+    assert size
+    assert min(size["width"], size["height"]) >= 24
+    page.evaluate("location.hash = '#/timeline'")
+    chromium.wait_until_shown(page, "#/timeline")
+    page.locator("canvas.timeline").tap(position={"x": 230, "y": 10})
+    assert "driver" in page.locator(".told").inner_text()
+    page.context.close()
 
 
 def test_tokens_are_walked_by_keys(chromium: Browser, url: str) -> None:

@@ -1,6 +1,6 @@
 // Charts over steps, drawn by uPlot: lines with error bars or bands, and stacks. Each has its values as a table.
 
-import { colorOfRun, css } from "viewer/colors";
+import { colorOfRun, css, isDark } from "viewer/colors";
 import { arrange, compact, discard, fill, h, number, whenDiscarded } from "viewer/dom";
 
 const HEIGHT = 190;
@@ -35,7 +35,8 @@ export function lineChart(title, lines, { note = "", unit = "", axis = "step", s
     points: { show: () => !smooth && content.lines[index].steps.length <= WHISKERS, size: 5, fill: line.color ?? colorOfRun(index) },
     value: (plot, value, own, at) => {
       const place = at ?? lastKnown(plot.data[own]);
-      return told(plot.data[own][place], smooth ? null : content.errors[own - 1]?.[place], unit);
+      const isEarlier = place !== at && place >= 0 && place < content.data[0].length - 1; // than the place that the legend names
+      return `${told(plot.data[own][place], smooth ? null : content.errors[own - 1]?.[place], unit)}${isEarlier ? ` at ${number(content.data[0][place])}` : ""}`;
     },
   }));
   const x = { time: false, range: (plot, low, high) => (content.data[0].length === 1 ? [content.data[0][0] - 1, content.data[0][0] + 1] : [low, high]) };
@@ -100,7 +101,7 @@ class Chart {
     this.labels = series.map(({ label }) => label);
     this.lines = JSON.stringify([axis, smooth > 0, log, series.map(({ label, stroke, dash }) => [label, stroke, dash])]);
     const look = { stroke: css("--muted"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: css("--chart-font") };
-    const atX = axis === "step" ? (tick) => (Number.isInteger(tick) ? compact(tick) : "") : compact;
+    const atX = axis === "step" || axis === "k" ? (tick) => (Number.isInteger(tick) && tick >= 0 ? compact(tick) : "") : compact;
     this.options = {
       width: 400,
       height: HEIGHT,
@@ -223,7 +224,7 @@ function drawRaw(plot, { data, raw, lines }) {
   context.beginPath();
   context.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
   context.clip();
-  context.globalAlpha = 0.3;
+  context.globalAlpha = isDark() ? 0.5 : 0.3;
   context.lineWidth = devicePixelRatio;
   raw.forEach((values, index) => {
     if (!plot.series[index + 1].show) return;

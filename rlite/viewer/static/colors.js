@@ -28,6 +28,7 @@ const WORK = [
   [/^(queue|wait|held|idle)|: waiting$/, "#94a3b8"],
   [/^group$|short spans$/, "#475569"], // several kinds together
   [/rollout|generat|advance|: running$/, "#0369a1"],
+  [/: ready$/, "#3b82f6"],
   [/environment/, "#c2410c"],
   [/reward/, "#4d7c0f"],
   [/evaluat/, "#be185d"],

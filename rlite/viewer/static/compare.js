@@ -153,7 +153,7 @@ function isLike({ item, prompt }, text) {
 function itemLink({ set, item, prompt, steps, runs, number: count, first, last }, chosen, find, app) {
   const facts = [item, setName(set), steps > 1 && counted(steps, "step"), counted(count, "rollout"), runs > 1 && `${runs} runs`];
   return h("a", { href: app.link("compare", { set, item, find }), "aria-current": item === chosen.item && set === chosen.set ? "true" : null },
-    h("span", { dir: "auto" }, prompt || h("i", {}, "its text is not recorded, or was not read")), changed(first, last), h("small", {}, facts.filter(Boolean).join(" · ")));
+    h("span", { dir: "auto" }, prompt || h("i", {}, `prompt ${item}, whose text is not recorded or was not read`)), changed(first, last), h("small", {}, facts.filter(Boolean).join(" · ")));
 }
 
 // The mean reward at first and at last.
@@ -186,7 +186,7 @@ async function attemptsOf(app, { set, item }) {
 }
 
 function answersCard(chosen, { attempts, missing }, parameters, app) {
-  const name = [setName(chosen.set), chosen.item].filter(Boolean).join(" · ");
+  const name = `prompt ${chosen.item}${setName(chosen.set) && ` (${setName(chosen.set)})`}`;
   if (!attempts.length) return card(`Answers to ${name}`, missing.length ? missing : empty("No such prompt", "No recorded rollout has this id."));
   const key = ({ run, source, step, group, sample }) => [run, source, step, group, sample].join("/");
   const find = (text, other) => attempts.find((attempt) => key(attempt) === text) ?? other;
@@ -203,14 +203,16 @@ function answersCard(chosen, { attempts, missing }, parameters, app) {
   drawPrompts(prompt, [first, second], attempts);
   drawDifference(texts, [first, second], app);
   return card(`Answers to ${name}`,
-    h("p", { class: "note" }, "A click, or Enter, chooses the left answer; with Shift the right one. Each row is a step, with its mean reward."),
+    h("p", { class: "note" }, "Each row is a step, with its mean reward at the end. Each cell is an answer, stronger with its reward; an empty cell has none."),
+    h("div", { class: "toolbar small" }, select("a cell chooses", [["", "answer A"], ["b", "answer B"]], parameters.pick ?? "", (pick) => app.go("compare", { ...parameters, pick }, { replace: true })), h("small", {}, "With Shift it chooses the other one.")),
     missing,
     scroller("tries of this prompt", {}, h("table", { class: "narrow tries" }, h("tbody", {}, lines))), prompt, texts);
 }
 
-function attemptCell(attempt, { first, second, limits, key, app, parameters: { find }, chosen: { set, item } }) {
+function attemptCell(attempt, { first, second, limits, key, app, parameters: { find, pick }, chosen: { set, item } }) {
   const mark = attempt === first && attempt === second ? "AB" : attempt === first ? "A" : attempt === second ? "B" : "";
-  const choose = (event) => app.go("compare", { set, item, find, a: key(event.shiftKey ? first : attempt), b: key(event.shiftKey ? attempt : second) }, { replace: true });
+  const isB = (event) => event.shiftKey !== (pick === "b");
+  const choose = (event) => app.go("compare", { set, item, find, pick, a: key(isB(event) ? first : attempt), b: key(isB(event) ? attempt : second) }, { replace: true });
   return h("button", {
     type: "button", class: `cell${mark ? " marked" : ""}`, title: `sample ${attempt.sample}: reward ${number(attempt.reward)}`,
     "aria-label": `step ${attempt.step} sample ${attempt.sample}, reward ${number(attempt.reward)}${mark ? `, ${mark}` : ""}`,
@@ -263,7 +265,7 @@ async function configs(app) {
   const names = [...new Set(all.flatMap((config) => Object.keys(config)))].sort();
   if (!names.length && app.runs.every((run) => run.is_evaluation || run.is_unfinished_evaluation)) return null;
   if (!names.length) return card("Options", empty("No options", "A trainer writes config.yaml into the folder of its run."));
-  const told = (value) => (value === undefined ? "–" : value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value));
+  const told = (value) => (value === undefined ? "–" : value === null ? "null" : typeof value === "object" ? JSON.stringify(value) : typeof value === "number" && value && Math.abs(value) < 1e-4 ? value.toExponential() : String(value));
   const differs = (name) => new Set(all.map((config) => told(config[name]))).size > 1;
   const several = app.runs.length > 1;
   const known = app.runs.map(({ begun }) => begun.set).filter(Boolean);

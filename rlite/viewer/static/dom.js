@@ -119,8 +119,9 @@ export function number(value, digits = 4) {
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
-  if (size >= 10000) return Math.round(value).toLocaleString("en");
-  return size < 0.001 && size > 0 ? value.toExponential(1) : String(Number(value.toPrecision(digits)));
+  if (size >= 10 ** (digits - 1)) return Math.round(value).toLocaleString("en");
+  const told = Number(value.toPrecision(digits));
+  return size < 0.001 && size > 0 ? told.toExponential() : String(told);
 }
 
 const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });

@@ -38,7 +38,7 @@ export function masthead(run, { config, clock, color, several }) {
   const progress = step > 0 && total > 0 && h("progress", { max: total, value: Math.min(step, total), "aria-label": `${run.name}: steps` });
   const toldStep = step > 0 && h("span", { class: "step", data: { step } }, "step ", h("b", {}, number(step)), total ? ` of ${number(total)}` : "");
   return h("section", { class: "masthead", "aria-label": run.name },
-    h("div", { class: "title" }, h("h1", {}, several && h("i", { class: "dot", style: { background: color } }), run.name), h("span", { class: `state ${kind}` }, kind), toldStep, progress, h("small", {}, told)),
+    h("div", { class: "title" }, h("h1", {}, several && h("i", { class: "dot", style: { background: color } }), run.name), h("span", { class: `state ${kind}` }, kind), toldStep, progress, h("small", { class: kind }, told)),
     facts.length > 0 && h("dl", { class: "about" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", { dir: "auto" }, value)))),
     begun.command && h("pre", { class: "command", tabindex: "0", role: "region", "aria-label": "command" }, begun.command));
 }

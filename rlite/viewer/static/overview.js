@@ -95,6 +95,7 @@ class Overview {
     for (const [name, { head, grid }] of Object.entries(this.grids)) {
       const own = this.arranged(charts[name] ?? []);
       head.hidden = !own.length;
+      if (name === "speed") head.textContent = steps.some(({ sources }) => sources.train) ? PARTS.speed : "Where does the time go?";
       renewCharts(grid, own);
     }
     const curves = Object.values(charts).flat();
@@ -265,13 +266,20 @@ function tiles({ run, index, series: metrics, sources, statuses }, several, app)
     ...losses,
     tile("response length", metrics.response_length, { unit: " tokens" }),
     tile("entropy", metrics.entropy),
-    tile("tokens/s", metrics.tokens_per_second, { show: compact }),
+    tile("tokens/s", metrics.tokens_per_second, { show: (value) => compact(Number(value.toPrecision(3))) }),
     tile("step time", metrics.seconds, { show: seconds }),
     total > 0 && h("div", { class: "tile" }, h("span", {}, "rollouts"), h("strong", {}, compact(total)), h("small", {}, "recorded")),
-    total > 0 && h("a", { class: "tile", href: app.link("ledger", { run: index }) }, h("span", {}, sources.train ? "not trained on" : "not counted"), h("strong", {}, `${((100 * lost) / total).toFixed(1)} %`), h("small", {}, `${number(lost)} rollouts; open the ledger`)),
+    total > 0 && h("a", { class: "tile", href: app.link("ledger", { run: index }) }, h("span", {}, sources.train ? "not trained on" : "not counted"), h("strong", {}, `${((100 * lost) / total).toFixed(1)} %`), h("small", {}, `${lost ? lostBy(statuses) : "no rollout"}; open the ledger`)),
   ].filter(Boolean);
   const title = several && h("h2", {}, h("i", { class: "dot", style: { background: colorOfRun(index) } }), run.name);
   return facts.length > 0 && h("div", {}, title, h("div", { class: "tiles" }, facts));
+}
+
+// The two most frequent fates of rollouts that were not trained on.
+function lostBy(statuses) {
+  const fates = Object.entries(statuses).filter(([status]) => status !== "trained" && status !== "evaluated").sort(([, a], [, b]) => b - a);
+  const rest = fates.slice(2).reduce((sum, [, count]) => sum + count, 0);
+  return [...fates.slice(0, 2).map(([status, count]) => `${number(count)} ${words(status)}`), rest && `${number(rest)} other`].filter(Boolean).join(", ");
 }
 
 function upTo({ steps, values }, last) {
@@ -289,11 +297,11 @@ function tile(label, points, { show = (value) => number(value, 3), unit = "", no
   const before = values.length > width ? meanOf(values.slice(-2 * width, -width)) : null;
   const change = before === null ? null : now - before;
   const isSame = change !== null && Math.abs(change) < 1e-9 + 0.005 * Math.abs(before);
-  const told = note ?? (width > 1 ? `mean of the last ${width} steps` : `step ${points.steps.at(-1)}`);
-  const arrow = change === null ? "" : isSame ? "unchanged" : `${change > 0 ? "▲" : "▼"} ${show(Math.abs(change))}`;
+  const told = note ?? (width > 1 ? `last ${width} steps vs the ${width} before` : `step ${points.steps.at(-1)}`);
+  const arrow = change === null ? "" : isSame ? "hardly changed" : `${change > 0 ? "▲" : "▼"} ${show(Math.abs(change))}`;
   const since = window === 1 ? "the evaluation before" : `the ${width === 1 ? "step" : `${width} steps`} before`;
   return h("div", { class: "tile" }, h("span", {}, label), h("strong", {}, `${show(now)}`, h("i", {}, unit)),
-    arrow && h("b", { class: "change", title: `from ${show(before)}, ${since}`, "aria-label": isSame ? "unchanged" : `${change > 0 ? "up" : "down"} by ${show(Math.abs(change))} since ${since}` , role: "note" }, arrow),
+    arrow && h("b", { class: "change", title: `from ${show(before)}, ${since}`, "aria-label": isSame ? "hardly changed" : `${change > 0 ? "up" : "down"} by ${show(Math.abs(change))} since ${since}` , role: "note" }, arrow),
     h("small", {}, told), spark(values));
 }
 

@@ -3,6 +3,8 @@
 import { STATUS } from "viewer/colors";
 import { empty, h, select, update, words } from "viewer/dom";
 
+export const TARGET = /target|answer|solution|label|truth|expected/i; // columns of the data that are read before the others
+
 // The run and the source that an address names, or a page that says why there is none. Such a page is drawn again when
 // the run records more.
 export function placeOf(parameters, app, page) {
@@ -60,7 +62,7 @@ export function withoutRecord(runs) {
   const names = runs.map((run) => run.name).join(", ");
   if (runs.every((run) => run.is_unfinished_evaluation)) return [`${names}: rlite eval records answers when it has judged the first ones.`];
   return runs.some((run) => run.records)
-    ? [`${names}: there are no files in record/. A run records rollouts, and sft the answers to its test sets with a reward, with trainer.record=sample (texts of some) or all. The first step or evaluation writes the first file.`]
+    ? [`${names}: there are no files in record/. ${runs.every((run) => run.begun.trainer === "sft") ? "SFT makes no rollouts. It records the answers to test sets that have a reward" : "The first step or evaluation writes the first file"}, with trainer.record=sample (texts of some) or all.`]
     : [`${names}: only reinforcement learning, rlite eval, and sft with test sets that have a reward record samples. The overview shows the metrics of this run.`];
 }
 

@@ -3,12 +3,11 @@
 import { ask, isExport } from "viewer/api";
 import { css, range, scale, STATUS } from "viewer/colors";
 import { card, empty, fill, groupedBy, h, key, mean, newest, number, rowsOf, scroller, select, svg, words } from "viewer/dom";
-import { News, placeBar, placeOf, statusChip } from "viewer/place";
+import { News, placeBar, placeOf, statusChip, TARGET } from "viewer/place";
 
 const BINS = 20;
 const SHOWN_ROWS = 100;
-const SHOWN_TEXTS = 64; // rollouts whose texts are listed at first
-const TARGET = /target|answer|solution|label|truth|expected/i; // columns that are read before the others
+const SHOWN_TEXTS = innerWidth < 700 ? 24 : 64; // rollouts whose texts are listed at first
 const MAX_DATA = 4; // columns of the data beside a prompt
 const SHOWN_CELLS = 2000;
 const MAX_IN_LINE = 16; // cells beside each other
@@ -25,7 +24,8 @@ export async function render(parameters, app, signal) {
   const steps = about.sources[source].steps;
   const step = steps.includes(Number(parameters.step)) ? Number(parameters.step) : newest(steps, about);
   const rows = rowsOf((await ask("rows", { run, source, step })).columns);
-  const state = { app, run, about, source, step, steps, rows, signal, parameters: { ...parameters, run, source, step } };
+  const missed = isGiven(parameters.step) && step !== Number(parameters.step) && `Step ${parameters.step} has no rollouts. This is step ${step}.`;
+  const state = { app, run, about, source, step, steps, rows, signal, missed, parameters: { ...parameters, run, source, step } };
   const body = h("div", { class: "page" });
   const texts = ask("texts", { run, source, step }).catch((error) => ({ groups: [], answers: [], error }));
   const view = new View(state, body);
@@ -58,7 +58,7 @@ class View {
     this.found = h("div");
     const map = card("Map of groups", this.legend(), this.heads(), this.grid);
     const all = h("details", { class: "card" }, h("summary", {}, h("h2", {}, "All columns")), h("p", { class: "note" }, "A click on a heading sorts. The table scrolls sideways."), this.table);
-    fill(this.body, h("h1", { class: "hidden" }, "Rollouts"), this.toolbar(), this.found, h("div", { class: "columns groups" }, this.list, h("div", { class: "side" }, map, this.side)), all);
+    fill(this.body, h("h1", { class: "hidden" }, "Rollouts"), this.toolbar(), this.missed && h("p", { class: "note", role: "status" }, this.missed), this.found, h("div", { class: "columns groups" }, this.list, h("div", { class: "side" }, map, this.side)), all);
     this.drawChosen();
   }
 
@@ -162,7 +162,7 @@ class View {
     }
     const [low, high] = this.limits;
     const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => scale(low + share * (high - low), low, high));
-    return h("p", { class: "legend" }, `${words(this.given.color)} `, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), h("i", { class: "swatch none" }), "none", h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted");
+    return h("p", { class: "legend" }, `${words(this.given.color)} `, number(low, 3), h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${stops.join(", ")})` } }), number(high, 3), h("span", { class: "key" }, h("i", { class: "swatch none" }), "none"), h("span", { class: "key" }, h("i", { class: "swatch lost" }), this.source === "train" ? "not trained on" : "not counted"));
   }
 
   // Headings of the grid's columns.
@@ -192,9 +192,10 @@ class View {
       number += each[2].length;
       made.push(this.story(...each));
     }
-    const more = made.length < shown.length && h("button", { type: "button", class: "more", on: { click: () => this.drawTexts(chosen, 4 * limit) } }, `Show more of ${shown.length} groups`);
+    const more = made.length < shown.length && h("button", { type: "button", class: "more", on: { click: () => this.drawTexts(chosen, 4 * limit) } }, `Show more of ${shown.length} groups (${made.length} are shown)`);
     const missing = this.texts && !this.texts.answers.size && h("p", { class: "note" }, this.texts.error?.message ?? "No text of this step is recorded: trainer.record=sample records those of some groups, all those of every group.");
-    fill(this.list, missing, made.length ? made : empty("Nothing matches", "No rollout of this step passes the filters."), more);
+    const judged = made.length > 0 && this.rows.some(({ answer }) => answer) && h("p", { class: "note" }, "Each line has the reward of an answer, on grey what the reward has judged, and the end of the text.");
+    fill(this.list, missing, judged, made.length ? made : empty("Nothing matches", "No rollout of this step passes the filters."), more);
   }
 
   story(group, rows, chosen) {
@@ -202,6 +203,8 @@ class View {
     const others = data.filter(([name]) => name !== "prompt" && name !== "messages").sort(([a], [b]) => TARGET.test(b) - TARGET.test(a)); // the target first
     const shown = others.slice(0, MAX_DATA).map(([name, value]) => h("span", {}, h("small", {}, name), " ", h("span", { dir: "auto" }, value)));
     const rewards = rows.map((row) => row.reward).filter((reward) => typeof reward === "number");
+    const reasons = [...new Set(chosen.filter((row) => isLost(row) && row.status !== "filtered").map(({ reason }) => reason).filter(Boolean))];
+    const isBlank = this.texts?.answers.size && !chosen.some((row) => this.texts.answers.has(`${group}/${row.sample}`));
     const answers = chosen.map((row) => h("li", {},
       h("a", { href: this.sampleLink(row), "aria-label": `group ${group} sample ${row.sample}, reward ${number(row.reward)}` },
         h("i", { class: `swatch${isLost(row) ? " lost" : ""}`, style: { "background-color": this.color(row) } }), h("b", { class: "reward" }, number(row.reward, 3))),
@@ -210,7 +213,8 @@ class View {
     return h("section", { class: "card story" },
       h("h2", { dir: "auto" }, prompt ?? `item ${rows[0].item}`),
       h("p", { class: "about" }, shown, h("span", {}, h("small", {}, "group"), ` ${group}`), prompt && h("span", {}, h("small", {}, "item"), ` ${rows[0].item}`),
-        h("span", {}, h("small", {}, `mean ${words(this.value)}`), ` ${number(this.meanOf(rows), 3)}`), this.mark(rewards)),
+        h("span", {}, h("small", {}, `mean ${words(this.value)}`), ` ${number(this.meanOf(rows), 3)}`), this.mark(rewards),
+        isBlank && h("span", { class: "mark", title: "trainer.record=sample records the texts of some groups, all those of every group" }, "texts not recorded"), reasons.map((reason) => h("span", { class: "why" }, reason))),
       h("ul", {}, answers));
   }
 
@@ -361,13 +365,14 @@ function drawScatter(canvas, points, at, color, [xs, ys]) {
   context.strokeStyle = css("--grid");
   context.lineWidth = 2;
   for (const part of [0, 0.5, 1]) {
+    const isTold = ([low, high]) => low !== high || part === 0.5; // equal values lie in the middle
     const [left, top] = [LEFT + (780 - LEFT) * part, 395 - 375 * part];
     context.strokeRect(left, 20, 0, 375);
     context.strokeRect(LEFT, top, 780 - LEFT, 0);
     context.textAlign = part === 1 ? "right" : part ? "center" : "left";
-    context.fillText(number(xs[0] + part * (xs[1] - xs[0]), 3), left, 430);
+    if (isTold(xs)) context.fillText(number(xs[0] + part * (xs[1] - xs[0]), 3), left, 430);
     context.textAlign = "right";
-    context.fillText(number(ys[0] + part * (ys[1] - ys[0]), 3), LEFT - 10, top + 8);
+    if (isTold(ys)) context.fillText(number(ys[0] + part * (ys[1] - ys[0]), 3), LEFT - 10, top + 8);
   }
   context.globalAlpha = 0.75;
   for (const row of points) {

@@ -3,11 +3,12 @@
 import { ask, isExport } from "viewer/api";
 import { colorOfWork, range, scale } from "viewer/colors";
 import { card, empty, h, key, longText, newest, number, rowsOf, seconds, svg, words } from "viewer/dom";
-import { News, placeOf, sourceName, statusChip } from "viewer/place";
+import { News, placeOf, sourceName, statusChip, TARGET } from "viewer/place";
 import { tokenView } from "viewer/tokens";
 
 const TABS = { conversation: "Conversation", tokens: "Tokens", siblings: "Side by side" };
 const ROLES = { prompt: "Prompt", model: "Model", environment: "Environment" };
+const MAX_JUDGED = 80; // letters beside the reward
 const MAX_EVENTS = 256; // stages of an episode that are recorded
 const COLUMNS = ["group", "sample", "status", "reward"]; // of the other rollouts of the step
 // Calls of tools in the formats that have marks: Hermes and XML, Mistral, Llama 3. The mark that ends a call may be
@@ -34,9 +35,10 @@ export async function render(parameters, app) {
   const found = await ask("sample", place);
   const tab = parameters.tab in TABS ? parameters.tab : "conversation";
   const news = new News("sample", { app, run, source, about, parameters: { tab: parameters.tab, by: parameters.by } });
+  const missed = group !== undefined && !isChosen(row) && h("p", { class: "note", role: "status" }, `Step ${step} has no sample ${sample ?? ""} of group ${group}. This is another one.`);
   const state = { app, about, news, place, rows, row: found.row, sequences: found.sequences, steps, tab, by: parameters.by };
   const content = await { conversation, tokens, siblings }[tab](state);
-  const body = h("div", { class: "page" }, head(state), h("div", { class: "columns sample" }, h("div", { class: "wide" }, tabs(state), content), h("div", { class: "side" }, facts(state), dataRow(state), family(state), parts(state), episode(state))));
+  const body = h("div", { class: "page" }, head(state), missed, h("div", { class: "columns sample" }, h("div", { class: "wide" }, tabs(state), content), h("div", { class: "side" }, facts(state), dataRow(state), family(state), parts(state), episode(state))));
   return { body, keys: keysOf(state), renew: () => news.tell() };
 }
 
@@ -70,10 +72,11 @@ function groupBeside(rows, group, offset) {
 function head({ app, about, news, place, rows, row, tab, by }) {
   const [before, after] = neighbours(rows, place);
   const arrow = (to, text, title) => h("a", { class: "button", role: to ? null : "link", "aria-label": title, title, "aria-disabled": to ? null : "true", href: to ? app.link("sample", { ...place, ...to, tab, by }) : null }, text);
+  const judged = [[words("answer"), row.answer], ...Object.entries(row.data).filter(([name]) => TARGET.test(name)).slice(0, 1)].filter(([, value]) => value !== null && value !== undefined);
   const crumbs = [
     h("a", { href: app.link("overview") }, about.name),
     h("a", { href: app.link("rollouts", { run: place.run, source: place.source, step: place.step }) }, `${sourceName(place.source)}${place.step || about.last_step ? ` · step ${place.step}` : ""}`),
-    h("a", { href: app.link("compare", { set: about.sources[place.source].set, item: row.item }) , title: "this prompt over steps and runs" }, `group ${place.group} · ${row.item}`),
+    h("a", { href: app.link("compare", { set: about.sources[place.source].set, item: row.item }) , title: "this prompt over steps and runs" }, `group ${place.group} · item ${row.item}`),
     h("span", {}, `sample ${place.sample}`),
   ];
   return h("div", { class: "samplehead" },
@@ -81,6 +84,7 @@ function head({ app, about, news, place, rows, row, tab, by }) {
     h("div", { class: "headline" },
       arrow(before, "‹", "previous rollout (←)"), arrow(after, "›", "next rollout (→)"),
       h("h1", { class: "big" }, number(row.reward), " ", h("small", {}, "reward")),
+      judged.map(([name, value]) => h("span", { class: "judged", dir: "auto" }, h("small", {}, name), String(value).slice(0, MAX_JUDGED))),
       statusChip(row.status), row.reason && h("span", { class: "reason" }, row.reason), news.box));
 }
 
@@ -145,7 +149,7 @@ function facts({ row, place }) {
   const versions = row.version_min === row.version_max ? number(row.version_min) : `${number(row.version_min)} – ${number(row.version_max)}`;
   const rows = FACTS.filter((name) => row[name] !== null && row[name] !== undefined).map((name) => [words(name), typeof row[name] === "boolean" ? (row[name] ? "yes" : "no") : number(row[name])]);
   rows.push(["policy version", versions]);
-  if (row.ended) rows.push(["ended", new Date(1000 * row.ended).toLocaleString()]);
+  if (row.ended) rows.push(["ended", new Date(1000 * row.ended).toLocaleString("en", { dateStyle: "medium", timeStyle: "medium" })]);
   return card("Facts", h("dl", { class: "facts" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
 }
 

@@ -60,7 +60,7 @@ class Timeline {
     this.run = run;
     this.names = 0; // width of the column of names
     this.canvas = h("canvas", { class: "timeline", tabindex: "0", role: "img", "aria-label": "timeline of the run; + and − zoom, the arrows move, and “Rows and spans” below has the numbers" });
-    this.told = h("p", { class: "told", role: "status" }, "Point at a span. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
+    this.told = h("p", { class: "told", role: "status" }, "Point at a span, or tap it. Drag moves, the wheel with Ctrl zooms, + − 0 and the arrows do the same.");
     this.times = scroller("where the time went");
     this.rowsTable = h("details", { class: "values", on: { toggle: () => this.tabulate() } }, h("summary", {}, "Rows and spans"), scroller("rows and spans of the timeline"));
     this.cut = h("p", { class: "note", role: "status" });
@@ -68,7 +68,7 @@ class Timeline {
     const button = (text, title, act) => h("button", { type: "button", title, "aria-label": title, on: { click: act } }, text);
     this.body = h("div", { class: "stack" },
       card("Who was busy, who waited", h("div", { class: "toolbar small" }, button("+", "zoom in (+)", () => this.zoom(0.5)), button("−", "zoom out (−)", () => this.zoom(2)), button("all", "whole trace (0)", () => this.show(this.data.first, this.data.last)),
-        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, `The percentage is the share of the ${part} that is busy, without waiting. The number of a lower row is its most at a time${isExport() ? " in the whole trace" : ""}.`))), this.cut, this.canvas, this.told, this.rowsTable),
+        h("p", { class: "legend" }, h("i", { class: "swatch hatched" }), "waiting", h("small", {}, `%: share of the ${part} in which a row is busy; waiting does not count. max: the most at one time${isExport() ? " in the whole trace" : ""}. The table below has the colours.`))), this.cut, this.canvas, this.told, this.rowsTable),
       card(`Where the time of the ${part} went`, h("p", { class: "note" }, "Spans nest. The own time of a span leaves out the spans inside of it."), this.times));
     this.listen();
     this.take(data);
@@ -254,17 +254,23 @@ class Timeline {
       event.preventDefault();
       this.zoom(event.deltaY > 0 ? 1.5 : 1 / 1.5, share(event));
     }, { passive: false });
-    this.canvas.addEventListener("pointerdown", (event) => (from = share(event)));
+    this.canvas.addEventListener("pointerdown", (event) => {
+      from = share(event);
+      this.tell(event);
+    });
     this.canvas.addEventListener("pointerup", (event) => {
       if (from !== null && Math.abs(share(event) - from) > 0.01) this.pan(from - share(event));
       from = null;
     });
-    this.canvas.addEventListener("pointermove", (event) => {
-      const { left, top } = this.canvas.getBoundingClientRect();
-      const [x, y] = [event.clientX - left, event.clientY - top];
-      const hit = this.boxes?.findLast((box) => x >= box.left && x <= box.left + box.width && y >= box.top && y <= box.top + box.height);
-      if (hit) this.told.textContent = hit.text + (hit.wait ? this.meanwhile(hit.wait) : "");
-    });
+    this.canvas.addEventListener("pointermove", (event) => this.tell(event));
+  }
+
+  // What is under the pointer.
+  tell({ clientX, clientY }) {
+    const { left, top } = this.canvas.getBoundingClientRect();
+    const [x, y] = [clientX - left, clientY - top];
+    const hit = this.boxes?.findLast((box) => x >= box.left && x <= box.left + box.width && y >= box.top && y <= box.top + box.height);
+    if (hit) this.told.textContent = hit.text + (hit.wait ? this.meanwhile(hit.wait) : "");
   }
 
   // Who was busy during a wait, the busiest first.
@@ -278,9 +284,9 @@ class Timeline {
   }
 
   drawTimes() {
-    const rows = this.data.times.map(({ process, name, seconds: total, own, count, share }) => h("tr", {}, h("td", { title: roleOf({ process }) }, process.split(" (")[0]), h("td", { title: MEANINGS[name] }, name), h("td", { class: "number" }, `${number(own, 3)} s`), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, `${number(total, 3)} s`), h("td", { class: "number" }, number(count))));
+    const rows = this.data.times.map(({ process, name, seconds: total, own, count, share }) => h("tr", {}, h("td", { title: roleOf({ process }) }, process.split(" (")[0]), h("td", { title: MEANINGS[name] }, h("span", { class: "key" }, h("i", { class: `swatch${WAITS.test(name) ? " hatched" : ""}`, style: { "background-color": colorOfWork(name) } }), name)), h("td", { class: "number" }, seconds(own)), h("td", { class: "number" }, `${(100 * share).toFixed(1)} %`), h("td", { class: "number" }, seconds(total)), h("td", { class: "number" }, number(count))));
     const head = ["who", "what", "own time", isExport() ? "of the whole trace" : "of the window", "with spans inside", "times"].map((title, index) => h("th", { scope: "col", class: index > 1 ? "number" : "" }, title));
-    fill(this.times, h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
+    fill(this.times, h("table", { class: "times" }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows)));
   }
 }
 
