@@ -69,10 +69,10 @@ test-tinker: $(TINKER:%=$(VENV)/.tinker-%-installed) $(VENV)/.cookbook-installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tinker
 
 # releases of transformers beside the pinned one: the oldest that rlite supports, and the newest
-TRANSFORMERS = 5.16.1 5.24.0
+TRANSFORMERS = 5.17.0 5.24.0
 VERSION ?= $(lastword $(TRANSFORMERS))
 OTHER = $(abspath $(VENV))/transformers-$(VERSION)
-test-transformers: $(VENV)/.installed  ## tests of models with another release of transformers: VERSION=5.16.1
+test-transformers: $(VENV)/.installed  ## tests of models with another release of transformers: VERSION=5.17.0
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(OTHER) transformers==$(VERSION)
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(OTHER) \
 		"$$(sed -n 's/^Requires-Dist: \(huggingface-hub[^;]*\).*/\1/p' $(OTHER)/transformers-*.dist-info/METADATA | head -n 1)"

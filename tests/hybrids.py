@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -92,8 +90,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
 }
-if Version(transformers.__version__) < Version("5.17"):  # which has no such class, or gives its attention no arguments
-    del HYBRIDS["kimi_linear"], HYBRIDS["falcon_h1"]
 
 
 def hybrid_config(kind: str, **fields: Any) -> Any:

@@ -138,7 +138,7 @@ def check_packages() -> Iterator[Finding]:
         yield state_of(f"extra {extra}", needed(requirements, extra), installed_version, extra)
 
 
-NEEDS = {"5.17": "training of Falcon-H1 and Kimi-Linear", "5.22": "expert parallelism (ep_size)"}
+NEEDS = {"5.22": "expert parallelism (ep_size)"}
 """features that an older release of transformers lacks, by the release that brought them"""
 NEWEST = "5.24"
 """newest release of transformers that rlite is tested with"""

@@ -165,21 +165,26 @@ class _ScaledGradient(torch.autograd.Function):
 
 def check_expert_parallel(model: PreTrainedModel, size: int) -> None:
     """Check that the experts divide among `size` ranks."""
+    for name, experts in _experts_to_divide(model).items():
+        if experts.num_experts % size:
+            problem = f"ep_size={size} does not divide the {experts.num_experts} experts of {plain_name(name)}"
+            raise ConfigError(f"{problem}; choose a divisor of {experts.num_experts}")
     if apply_expert_parallelism is None:
         told = f"ep_size={size}: transformers {transformers.__version__} has no expert parallelism"
         raise ConfigError(f"{told}; pip install 'transformers>=5.22', or use ep_size=1")
     expert_plan(model)
-    for name, experts in experts_of(model).items():
-        if experts.num_experts % size:
-            problem = f"ep_size={size} does not divide the {experts.num_experts} experts of {plain_name(name)}"
-            raise ConfigError(f"{problem}; choose a divisor of {experts.num_experts}")
+
+
+def _experts_to_divide(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the modules that hold a layer's experts, by name, of a model that has any."""
+    if not (experts := experts_of(model)):
+        raise ConfigError(f"expert parallel: {model.config.model_type!r} has no experts to divide; use ep_size=1")
+    return experts
 
 
 def expert_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return transformers' expert parallel plan of a model by the full names of its modules and parameters."""
-    kind, experts = model.config.model_type, experts_of(model)
-    if not experts:
-        raise ConfigError(f"expert parallel: {kind!r} has no experts to divide; use ep_size=1")
+    kind, experts = model.config.model_type, _experts_to_divide(model)
     styles = {f"{model.base_model_prefix}.{key}": style for key, style in _plan_of(model).items()}
     plan = {}
     for name, module in experts.items():

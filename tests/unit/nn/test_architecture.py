@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "not causal.*is_decoder=true"),
     "roberta": ({"is_decoder": True}, "positions itself"),
     "rwkv": ({"attention_hidden_size": 48}, "recurrent state"),
-    "recurrent_gemma": ({}, "layers of kind linear_attention"),
+    "recurrent_gemma": ({}, "layers of kind linear_attention|recurrent state"),  # before 5.23 its config names no kinds
     "llama4_text": (
         {**EXPERTS, "num_experts_per_tok": 1, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size_mlp": 80},
         "experts in a form that rlite does not know: .* is not called with tokens, chosen experts and their weights",
@@ -146,6 +146,8 @@ def test_models_without_attention_or_with_another_limit_of_positions_are_served(
 @pytest.mark.parametrize("kind", EQUAL)
 def test_packs_of_an_accepted_model_give_the_plain_model_s_logits_and_gradients(kind: str, tmp_path: Path) -> None:
     plain = wide_model(config_of(kind, **EQUAL[kind]))
+    if "attn_logit_softcapping" in EQUAL[kind]:
+        plain.set_attn_implementation("eager")  # the only one that caps scores in every release of transformers
     assert refusal(type(plain), plain.config) is None
     plain.save_pretrained(tmp_path)
     packed = causal_lm_class(tmp_path, HuggingFaceFsdp2TrainModule).from_pretrained(tmp_path).eval()
@@ -175,7 +177,7 @@ def test_models_that_packs_would_compute_wrongly_are_refused_with_the_reason(kin
 
 
 LATE: dict[str, tuple[dict[str, Any], str]] = {
-    "recurrent_gemma": ({"block_types": ["attention"] * 5 + ["recurrent"]}, "linear_attention"),
+    "recurrent_gemma": ({"block_types": ["attention"] * 5 + ["recurrent"]}, "linear_attention|recurrent state"),
     "minimax": (
         {"num_key_value_heads": 2, "head_dim": 12, "layer_types": ["full_attention"] * 5 + ["linear_attention"]},
         "mixture of experts|linear_attention",

@@ -18,7 +18,7 @@ import rlite
 from rlite import RliteInferenceEngine, RliteTrainEngine, gathered
 from rlite.backends.models import experts
 from rlite.backends.models.architecture import miniature, refusal
-from rlite.backends.models.experts import check_expert_parallel, corrects
+from rlite.backends.models.experts import check_expert_parallel, corrects, expert_plan
 from rlite.backends.models.lora import merge_adapter
 from rlite.backends.models.routing import DROPPED_STEPS, score_kind
 from rlite.errors import ConfigError
@@ -328,7 +328,7 @@ def test_expert_parallelism_needs_a_plan_and_a_size_that_divides(path: Path) -> 
     module = policy_module(path)
     module.config.base_model_ep_plan = {}
     with pytest.raises(ConfigError, match="no plan of transformers names it"):
-        check_expert_parallel(module, 2)
+        expert_plan(module)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gpt_oss"])
@@ -337,7 +337,16 @@ def test_packs_of_a_mixture_are_computed_as_by_transformers_with_gradients(kind:
     assert refusal(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config) is None
 
 
+HUNYUAN_PLAN = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+}
+"""tensor parallel plan of transformers 5.23, which older releases lack"""
+
+
 def test_a_router_that_knows_the_number_of_its_layer_mixes_no_tokens() -> None:
     config = AutoConfig.for_model("hunyuan_v1_moe", num_hidden_layers=1)
     model = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    model.config.base_model_tp_plan = HUNYUAN_PLAN
     assert split_layers(model).whole.keys() == {"model.layers.0.self_attn"}
