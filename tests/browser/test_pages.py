@@ -376,6 +376,7 @@ def test_a_sample_shows_its_data_row_and_what_was_judged(show: Any) -> None:
     page = show("sample?step=2&group=6&sample=0")
     assert "target" in page.locator(".card", has_text="Data row").inner_text()
     assert "judged answer" in page.locator(".card", has_text="Facts").inner_text()
+    assert page.locator(".headline .judged small").all_inner_texts() == ["judged answer", "target"]
 
 
 def test_a_sample_is_opened_at_a_rollout_that_was_trained_on(chromium: Browser, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ function facts({ row, place }) {
   const versions = row.version_min === row.version_max ? number(row.version_min) : `${number(row.version_min)} – ${number(row.version_max)}`;
   const rows = FACTS.filter((name) => row[name] !== null && row[name] !== undefined).map((name) => [words(name), typeof row[name] === "boolean" ? (row[name] ? "yes" : "no") : number(row[name])]);
   rows.push(["policy version", versions]);
-  if (row.ended) rows.push(["ended", new Date(1000 * row.ended).toLocaleString("en", { dateStyle: "medium", timeStyle: "medium" })]);
+  if (row.ended) rows.push(["ended", new Date(1000 * row.ended).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" })]);
   return card("Facts", h("dl", { class: "facts" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
 }
 
