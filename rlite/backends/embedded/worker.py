@@ -278,14 +278,18 @@ class EmbeddedWorker:
         """Serve the version of an adapter that was staged; see `AdapterWorker.use_adapter`."""
         self._adapters[name] = self._staged.pop(name)
         if not is_kept:
-            self._scheduler.change_adapter(name, self._adapters[name])
-            if self.speculator is not None:
-                self.speculator.restart([*self._scheduler.running, *self._scheduler.waiting])
+            self._change_in_flight(name)
 
     def drop_adapter(self, name: str | None) -> None:
         """Forget an adapter; see `AdapterWorker.drop_adapter`."""
         self._staged.pop(name, None)
-        self._adapters.pop(name, None)
+        if self._adapters.pop(name, None) is not None and name is None:
+            self._change_in_flight(None)
+
+    def _change_in_flight(self, name: str | None) -> None:
+        self._scheduler.change_adapter(name, self._adapters.get(name))
+        if self.speculator is not None:
+            self.speculator.restart([*self._scheduler.running, *self._scheduler.waiting])
 
     def _adapter_objection(self, name: str | None) -> str | None:
         if name is None or name in self._adapters:

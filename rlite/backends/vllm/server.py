@@ -297,18 +297,24 @@ class Server:
         if name in self._adapters:
             self._retired.append(self._adapters[name])
         self._adapters[name] = self._staged.pop(name)
-        moved = [] if is_kept else [each for each in self._serving.values() if each.request.adapter == name]
-        for serving in moved:
+        if not is_kept:
+            await self._change_in_flight(name)
+        await self._forget_retired()
+
+    async def drop_adapter(self, name: str | None) -> None:
+        """Forget an adapter, and a version that was staged; see `AdapterWorker.drop_adapter`. Generation rests."""
+        is_served = name in self._adapters
+        self._retired += [held.pop(name) for held in (self._adapters, self._staged) if name in held]
+        if is_served and name is None:
+            await self._change_in_flight(None)
+        await self._forget_retired()
+
+    async def _change_in_flight(self, name: str | None) -> None:
+        for serving in [each for each in self._serving.values() if each.request.adapter == name]:
             del self._serving[serving.name]
             if serving.is_started:
                 await self._engine.abort(serving.name)
             self._start(replace(serving.request, output_ids=serving.made))
-        await self._forget_retired()
-
-    async def drop_adapter(self, name: str | None) -> None:
-        """Forget an adapter, and a version that was staged."""
-        self._retired += [held.pop(name) for held in (self._adapters, self._staged) if name in held]
-        await self._forget_retired()
 
     async def _forget_retired(self) -> None:
         """Let vLLM forget versions that no request uses, and remove their files."""

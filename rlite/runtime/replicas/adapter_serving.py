@@ -1,7 +1,9 @@
 """An engine that serves adapters beside its weights: several by name, and one of the policy.
 
     adapter ──> stage on every replica ──> does it change a logit? ──> rest ──> use it ──> go on
-                       └── no, or an error: the earlier version is served as before
+                       └── no, or an error: the earlier version is served as before ──┘ └── an error: go back
+
+A replica on which going back fails, too, is taken out of service: no replica serves other weights under one version.
 
 Requests name an adapter. Requests that name none are the policy's: the base alone, or with the adapter called None.
 """
@@ -18,6 +20,7 @@ from rlite.errors import ConfigError, WeightSyncError, WorkerError, did_you_mean
 from rlite.runtime.replicas.adapters import AdapterWeights
 from rlite.runtime.replicas.replica import Replica
 from rlite.runtime.replicas.serving import ServingEngine
+from rlite.runtime.replicas.workers import together
 
 REMEDY = "use executor='torch' or executor='vllm', or p2p_weight_sync, which merges the adapter"
 
@@ -79,16 +82,23 @@ class AdapterServing(ServingEngine):
     def remove_adapter(self, name: str | None) -> None:
         """Forget an adapter. No request for it may be in flight.
 
+        Without the policy's adapter (None) the base answers, under the next policy version. A replica that does not
+        forget the adapter is taken out of service.
+
         Raises:
             ConfigError: there is no such adapter.
+            WorkerError: a worker was lost that is not replaced.
         """
         if name not in self._held:
             raise ConfigError(f"remove_adapter: {self._missing(name)}")
         with self._replicas.membership:
-            self._replicas.pause()
             try:
-                self._each(lambda replica: replica.drop_adapter(name))
+                self._replicas.pause()
                 del self._held[name]
+                self._go_back(name, is_kept=False)
+                self._each(lambda replica: replica.check())
+                if name is None:
+                    self.set_version(self._version + 1)
             finally:
                 self._let_run()
 
@@ -117,8 +127,9 @@ class AdapterServing(ServingEngine):
             WeightSyncError: a replica did not take the adapter. The earlier version is still served.
             WorkerError: a worker was lost that is not replaced.
         """
-        what = f"the adapter {name!r}" if name else "the policy's adapter"
+        what = _described(name)
         self._check_can_take(what, name, writer, on_inflight)
+        is_kept, is_begun = on_inflight == "keep", False
         with self._replicas.membership:
             last = self._version_of(name)
             try:
@@ -126,21 +137,57 @@ class AdapterServing(ServingEngine):
                 changes = self._each(lambda replica: replica.stage_adapter(name, weights, last + 1))
                 if False in changes and not (may_be_zero and weights.is_zero):
                     raise WeightSyncError("it changes no logit of the base model, as if it were not there")
-            except WorkerError:
-                raise
-            except Exception as error:  # of any executor: the caller learns what is served
-                served = f"version {last}" if name in self._held or name is None else "nothing under this name"
-                why = f"{what} from {writer} was not taken over, and {self.name} still serves {served}"
-                raise WeightSyncError(f"{why}: {error}") from error
-            self._replicas.pause()
-            try:
-                self._each(lambda replica: replica.use_adapter(name, on_inflight == "keep"))
-                self._held[name] = HeldAdapter(weights, last + 1, writer)
+                self._replicas.pause()
+                is_begun = True
+                self._each(lambda replica: replica.use_adapter(name, is_kept))
                 if name is None:
                     self.set_version(last + 1)
+                self._held[name] = HeldAdapter(weights, last + 1, writer)
+            except BaseException as error:
+                if is_begun or name not in self._held:
+                    self._replicas.pause()
+                    self._go_back(name, is_kept)
+                told = f"{what} from {writer} was not taken over, and {self._served(name)}"
+                if isinstance(error, Exception) and not isinstance(error, WorkerError):
+                    raise WeightSyncError(f"{told}: {error}") from error
+                error.add_note(told)
+                raise
             finally:
                 self._let_run()
         return last + 1
+
+    def _go_back(self, name: str | None, is_kept: bool) -> None:
+        """Serve what is held under a name, or nothing, on every replica. The replicas rest.
+
+        A replica on which this fails is taken out of service.
+        """
+        what, held, version = _described(name), self._held.get(name), self._version_of(name)
+
+        def act(replica: Any) -> Exception | None:
+            try:
+                if held is None:
+                    replica.drop_adapter(name)
+                else:
+                    replica.stage_adapter(name, held.weights, version)
+                    replica.use_adapter(name, is_kept)
+                if name is None:
+                    replica.set_version(version)
+            except Exception as error:  # of any executor: what the replica serves is not known
+                return error
+            return None
+
+        replicas = self._replicas.serving
+        for replica, error in zip(replicas, together(replicas, act), strict=True):
+            if error is not None:
+                told = f"{what} could not be changed back on replica {replica.workers.index} of {self.name}: {error}"
+                self._replicas.expel(replica, error if isinstance(error, WorkerError) else WorkerError(told))
+
+    def _served(self, name: str | None) -> str:
+        if self.group.failure is not None:
+            return f"{self.name} has to be built again, because a replica could not go back"
+        has_version = name is None or name in self._held
+        served = f"version {self._version_of(name)}" if has_version else "nothing under this name"
+        return f"{self.name} still serves {served}"
 
     def _check_can_take(self, what: str, name: str | None, writer: str, on_inflight: str) -> None:
         obstacle = self.capabilities.adapter_obstacle
@@ -199,15 +246,18 @@ class AdapterServing(ServingEngine):
         self._held = {}
         super()._built()
 
-    def _start_again(self, index: int) -> Replica:
-        replica: Any = super()._start_again(index)
+    def _adopt(self, replica: Any, giver: Replica) -> int | None:
         for name, held in self._held.items():
             replica.stage_adapter(name, held.weights, self._version_of(name))
             replica.use_adapter(name, is_kept=True)
-        return replica
+        return super()._adopt(replica, giver)
 
     def _need_no_adapters(self, what: str) -> None:
         if self._held:
             names = ", ".join(sorted(name or "the policy's" for name in self._held))
             told = f"{what} would change the weights of {self.name}, to which its adapters belong ({names})"
             raise ConfigError(f"{told}: one model has two writers; remove_adapter() them first")
+
+
+def _described(name: str | None) -> str:
+    return f"the adapter {name!r}" if name else "the policy's adapter"

@@ -452,7 +452,10 @@ class AdapterWorker(ServingWorker, Protocol):
         """
 
     def drop_adapter(self, name: str | None) -> None:
-        """Forget an adapter, and a version that was staged; nothing if there is none."""
+        """Forget an adapter, and a version that was staged; nothing if there is none.
+
+        Requests in flight end with an adapter that has a name. Requests that name none go on with the base.
+        """
 
     def adapter_logprobs(self, prompts: list[list[int]], num_top: int, adapter: str) -> list[PromptLogprobs]:
         """Return the log-probabilities of each prompt's tokens with an adapter."""

@@ -398,10 +398,19 @@ class ReplicaSet:
         """
         can_go = self.supervisor.has_budget or self.is_elsewhere
         if replica in self.all and self._has_others(replica) and can_go:
-            replica.workers.mark_lost(error)
-            replica.close()  # its thread moves its requests
-            self.router.replica_failed(replica, [], error)  # if the thread had ended before
+            self.expel(replica, error)
         return replica not in self.all
+
+    def expel(self, replica: Replica, error: WorkerError) -> None:
+        """Take a replica out of service; its requests move to the others. It is replaced if the budget allows it.
+
+        Args:
+            replica: a replica that is lost, or whose weights are not known.
+            error: what later calls on it raise.
+        """
+        replica.workers.mark_lost(error)
+        replica.close()  # its thread moves its requests
+        self.router.replica_failed(replica, [], error)  # if the thread had ended before
 
     def _has_others(self, replica: Replica) -> bool:
         return any(other is not replica for other in self.serving)
