@@ -41,10 +41,13 @@ test-fast: JOBS = 2
 test-fast: $(VENV)/.installed  ## for the inner loop: quick tests without worker processes and browsers, in less than three minutes
 	$(QUICKLY) tests $(addprefix --ignore=tests/,browser integration peers)
 
+# releases of the client of the Tinker API; `make test` and `make test-vllm` have the newest
+TINKER = 0.25.0 0.30.0 0.34.0 0.38.0
+
 test-vllm: JOBS = 3
 test-vllm: MARKS = not nightly
 test-vllm: CONTRACTS = test_inference_executors test_declared_methods test_actor_program
-test-vllm: $(VLLM_VENV)/.installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own
+test-vllm: $(VLLM_VENV)/.tinker-$(lastword $(TINKER))-installed  ## tests of executor="vllm" with the real vLLM on CPU, in an environment of their own
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(DEALT) tests/vllm $(CONTRACTS:%=tests/contracts/%.py) -k vllm -m "$(MARKS)"
 
 test-harness: $(VENV)/.harness-installed  ## tests of lm-evaluation-harness and Inspect AI against rlite's engines
@@ -63,8 +66,6 @@ test-doors: $(DOORS:%=$(VENV)/.door-%-installed)  ## tests of environments with 
 			$(BIN)/python -m pytest tests/doors/test_$$door.py || failed="$$failed $$door"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-# releases of the client of the Tinker API, the newest of which `make test` has, too
-TINKER = 0.25.0 0.30.0 0.34.0 0.38.0
 test-tinker: $(TINKER:%=$(VENV)/.tinker-%-installed) $(VENV)/.cookbook-installed  ## the server of the Tinker API with real clients of several releases, and recipes of its cookbook
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tinker
 
@@ -192,9 +193,14 @@ $(VENV)/.harness-installed: $(VENV)/.installed tests/harness/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/harness -r tests/harness/requirements.txt
 	touch $@
 
-# for tests/tinker alone, which adds one of the folders to its path
+# for tests of the server of the Tinker API alone, which add one of the folders to their path
+install_tinker = $(1)/bin/pip install --quiet --no-deps --no-compile --upgrade --target $(1)/tinker/$(2) \
+	-r tests/tinker/requirements.txt tinker==$(2)
 $(VENV)/.tinker-%-installed: $(VENV)/.installed tests/tinker/requirements.txt
-	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/tinker/$* -r tests/tinker/requirements.txt tinker==$*
+	$(call install_tinker,$(VENV),$*)
+	touch $@
+$(VLLM_VENV)/.tinker-%-installed: $(VLLM_VENV)/.installed tests/tinker/requirements.txt
+	$(call install_tinker,$(VLLM_VENV),$*)
 	touch $@
 
 $(VENV)/.cookbook-installed: $(VENV)/.installed tests/tinker/cookbook.txt

@@ -28,9 +28,12 @@ def of_client(port: int) -> dict[str, str]:
 
 
 @contextmanager
-def server(model: Path, folder: Path, port: int, *further: str) -> Iterator[subprocess.Popen[str]]:
+def server(
+    model: Path, folder: Path, port: int, *further: str, deterministic: bool = True
+) -> Iterator[subprocess.Popen[str]]:
     """A server on a port, killed at the end."""
-    arguments = [f"folder={folder}", f"port={port}", "deterministic=true", "max_models=60", "max_served=60", *further]
+    own = {"folder": folder, "port": port, "deterministic": deterministic, "max_models": 60, "max_served": 60}
+    arguments = [*(f"{name}={value}" for name, value in own.items()), *further]
     command = [sys.executable, "-m", "rlite.cli", "tinker", "--model", str(model), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(NEWEST))
     try:

@@ -191,6 +191,14 @@ class TinkerConfig(TinkerLimits, AnnouncedOptions):
         """Return the arguments of the command in the form `KEY=VALUE`."""
         return super().arguments([argument for argument in argv if argument != "--model"])
 
+    def problems(self) -> Iterator[str]:
+        """Yield a message for bits that the executor cannot promise, and for options that are set twice."""
+        yield from super().problems()
+        yield from repeated(self.executor_options, [*self.sizes, "dtype"])
+        if self.deterministic and self.executor != "torch":
+            told = f"executor={self.executor} computes other bits when other requests share a batch"
+            yield f"deterministic=true: {told}; leave it out, or take executor=torch"
+
     def headline(self) -> str:
         """Return in a few words what is served."""
         return f"serves training of {self.model} on {self.host}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ import rlite
 from rlite import config
 from rlite.assembly.commands.generate import check_writes, model_folder
 from rlite.assembly.commands.options import ServeConfig
+from rlite.assembly.commands.served import tell_reach, until_interrupted
 from rlite.assembly.launch import init_devices
 from rlite.engine.inference import RliteInferenceEngine
-from rlite.errors import ConfigError
 from rlite.rollout.openai import Access, AgentEndpoint, AgentSession
 from rlite.services.endpoint.admin import Admin
 from rlite.services.endpoint.connections import Words
-from rlite.services.endpoint.guard import TOKEN_VARIABLE, Limits, Names, find_admin_token, find_token, is_loopback
+from rlite.services.endpoint.guard import TOKEN_VARIABLE, Limits, Names, find_admin_token, find_token
 from rlite.trainer.options import LaunchOptions
 from rlite.types import AsyncInference
 
@@ -64,9 +63,6 @@ async def serve(
     admin: Admin | None = None,
 ) -> None:
     """Serve an engine until SIGINT or SIGTERM. For the main thread."""
-    is_over = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, is_over.set)
     session = AgentSession(
         engine,
         tokenizer,
@@ -78,15 +74,14 @@ async def serve(
         is_recording=False,
     )
     names, limits = Names(options.host, options.host_names), Limits(options.max_running, options.max_waiting)
-    try:
-        async with AgentEndpoint(options.port, names, limits, WORDS, admin) as endpoint:
-            async with endpoint.serving(session, token) as access:
-                tell(access, options)
-                await is_over.wait()
-            await session.close()
-    except OSError as error:
-        where = f"host={options.host} port={options.port}"
-        raise ConfigError(f"{where}: cannot be used: {error.strerror or error}") from error
+    async with (
+        until_interrupted(options.host, options.port) as is_over,
+        AgentEndpoint(options.port, names, limits, WORDS, admin) as endpoint,
+    ):
+        async with endpoint.serving(session, token) as access:
+            tell(access, options)
+            await is_over.wait()
+        await session.close()
 
 
 def tell(access: Access, options: ServeConfig) -> None:
@@ -95,9 +90,4 @@ def tell(access: Access, options: ServeConfig) -> None:
     print(f"rlite serve: {access.model} at {access.base_url}, with the token {secret}")
     print(f'  export OPENAI_BASE_URL={access.base_url} OPENAI_API_KEY="{secret}"')
     print(f'  export ANTHROPIC_BASE_URL={access.root} ANTHROPIC_API_KEY="{secret}"')
-    if not is_loopback(options.host):
-        print(
-            f"other machines can connect to {options.host}, and nothing is encrypted: prompts, answers and the token "
-            "can be read on the way. Use a trusted network, or a proxy with TLS in front"
-        )
-    print("Ctrl-C ends it", flush=True)
+    tell_reach(options.host, "prompts, answers")

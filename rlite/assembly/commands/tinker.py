@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,13 +19,14 @@ import rlite
 from rlite import config
 from rlite.assembly.commands.generate import model_folder
 from rlite.assembly.commands.options import TinkerConfig
+from rlite.assembly.commands.served import tell_reach, until_interrupted
 from rlite.assembly.launch import init_devices
 from rlite.engine.inference import RliteInferenceEngine
 from rlite.engine.train import RliteTrainEngine
 from rlite.errors import ConfigError
 from rlite.files import file_name
 from rlite.runtime.storage.secrets import read_secret
-from rlite.services.endpoint.guard import Names, is_loopback, make_token
+from rlite.services.endpoint.guard import Names, make_token
 from rlite.services.tinker.desk import Desk
 from rlite.services.tinker.routes import Shop
 from rlite.services.tinker.samples import Samples
@@ -47,9 +47,10 @@ def main(argv: Sequence[str]) -> None:
     path = model_folder(options.model)
     init_devices(LaunchOptions(launcher=options.launcher, num_devices=options.num_devices))
     try:
+        serve = RliteInferenceEngine(path, executor=options.executor)
+        serve.check_adapters(options=options.serve_options())
         train = RliteTrainEngine(policy_module(path))
         train.build(**options.train_options())
-        serve = RliteInferenceEngine(path, executor=options.executor)
         serve.build(colocate_with=train, **options.serve_options())
         asyncio.run(run(train, serve, options, tokens, tell))
     finally:
@@ -108,16 +109,12 @@ async def run(
     Raises:
         ConfigError: the address cannot be used.
     """
-    is_over = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, is_over.set)
-    try:
-        async with make_server(train, serve, options, tokens) as server:
-            tell(server.url, options)
-            await is_over.wait()
-    except OSError as error:
-        where = f"host={options.host} port={options.port}"
-        raise ConfigError(f"{where}: cannot be used: {error.strerror or error}") from error
+    async with (
+        until_interrupted(options.host, options.port) as is_over,
+        make_server(train, serve, options, tokens) as server,
+    ):
+        tell(server.url, options)
+        await is_over.wait()
 
 
 def make_server(
@@ -138,6 +135,7 @@ def make_server(
         tenants,
         Desk(Trainer(train, served, tenants, options), tenants, options),
         Samples(serve, served, tenants, options),
+        serve.check_adapters,
         options.name or options.model,
         module.config.get_text_config().vocab_size,
         min(serve.context_length, options.max_tokens_per_microbatch),
@@ -151,9 +149,4 @@ def tell(url: str, options: TinkerConfig) -> None:
     secret = f"${VARIABLE}" if VARIABLE in os.environ else f"$(cat {options.token_file})"
     print(f"rlite tinker: {options.name or options.model} at {url}, kept in {options.folder}")
     print(f'  export TINKER_BASE_URL={url} TINKER_API_KEY="{secret}"')
-    if not is_loopback(options.host):
-        print(
-            f"other machines can connect to {options.host}, and nothing is encrypted: data, weights and the token can "
-            "be read on the way. Use a trusted network, or a proxy with TLS in front"
-        )
-    print("Ctrl-C ends it", flush=True)
+    tell_reach(options.host, "data, weights")

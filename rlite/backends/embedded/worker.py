@@ -400,8 +400,8 @@ def speculation_obstacle(weights: ShardedModel, options: EmbeddedOptions) -> str
     return None
 
 
-def adapter_obstacle(options: Mapping[str, Any]) -> str:
-    """Return "": every engine may serve adapters."""
+def adapter_obstacle(options: Mapping[str, Any], rank: int) -> str:
+    """Return "": every engine may serve adapters of any rank."""
     return ""
 
 

@@ -236,13 +236,15 @@ def lora_request(name: str, number: int, folder: str) -> Any:
     return LoRARequest(name, number, folder)
 
 
-def adapter_obstacle(options: Mapping[str, Any]) -> str:
-    """Return why an engine with these options serves no adapters; "" if it does."""
+def adapter_obstacle(options: Mapping[str, Any], rank: int) -> str:
+    """Return why an engine with these options serves no adapters of this rank; "" if it does."""
     given = {**options, **options.get("passed_on", {})}
     if not given.get("enable_lora"):
         return "build it with enable_lora=True, and with max_lora_rank and max_loras (adapters of one batch)"
     if given.get("max_loras", 1) < 2:
         return "max_loras=1, vLLM's default, lets the next version wait for all requests of the last one; set 2 or more"
+    if rank > (most := given.get("max_lora_rank", 16)):
+        return f"rank {rank} of an adapter is above max_lora_rank={most}; build it with a higher one"
     return ""
 
 

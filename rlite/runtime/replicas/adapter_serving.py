@@ -10,7 +10,7 @@ Requests name an adapter. Requests that name none are the policy's: the base alo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +128,7 @@ class AdapterServing(ServingEngine):
             WorkerError: a worker was lost that is not replaced.
         """
         what = _described(name)
-        self._check_can_take(what, name, writer, on_inflight)
+        self._check_can_take(what, name, writer, on_inflight, weights.rank)
         is_kept, is_begun = on_inflight == "keep", False
         with self._replicas.membership:
             last = self._version_of(name)
@@ -189,12 +189,24 @@ class AdapterServing(ServingEngine):
         served = f"version {self._version_of(name)}" if has_version else "nothing under this name"
         return f"{self.name} still serves {served}"
 
-    def _check_can_take(self, what: str, name: str | None, writer: str, on_inflight: str) -> None:
+    def check_adapters(self, rank: int = 1, options: Mapping[str, Any] | None = None) -> None:
+        """Check that the engine can serve adapters.
+
+        Args:
+            rank: rank of the adapters.
+            options: options of `build`; default: those with which the engine is built.
+
+        Raises:
+            ConfigError: it cannot. The message names the option.
+        """
         obstacle = self.capabilities.adapter_obstacle
         if obstacle is None:
             self._need(False, "adapters", REMEDY)
-        elif why := obstacle(vars(self.options) if self.is_built else {}):
+        elif why := obstacle(options or (vars(self.options) if self.is_built else {}), rank):
             self._need(False, "adapters", why)
+
+    def _check_can_take(self, what: str, name: str | None, writer: str, on_inflight: str, rank: int = 1) -> None:
+        self.check_adapters(rank)
         if on_inflight not in ("continue", "keep"):
             raise ConfigError(f"on_inflight={on_inflight!r}: expected 'continue' or 'keep'")
         self._need_weights("adapters")

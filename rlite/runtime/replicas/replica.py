@@ -139,9 +139,9 @@ class Capabilities:
     has_readable_weights: bool = False
     """`parameter_shards()` holds the served weights at any time, so a replica that joins can copy them; otherwise it
     joins at the next weight sync"""
-    adapter_obstacle: Callable[[Mapping[str, Any]], str] | None = None
-    """adapter_obstacle(options): why the options of `build` do not let replicas serve adapters; "" if they do, and the
-    workers are `AdapterWorker`s of a `PumpedReplica`. None: the executor serves none"""
+    adapter_obstacle: Callable[[Mapping[str, Any], int], str] | None = None
+    """adapter_obstacle(options, rank): why the options of `build` do not let replicas serve adapters of this rank; ""
+    if they do, and the workers are `AdapterWorker`s of a `PumpedReplica`. None: the executor serves none"""
     extras: frozenset[str] = frozenset()
     """names of the columns beside tokens and log-probabilities that a request may ask for"""
     optional_extras: Mapping[str, OptionalColumn] = field(default_factory=dict)

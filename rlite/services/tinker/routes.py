@@ -42,6 +42,8 @@ class Shop:
     tenants: Tenants
     desk: Desk
     samples: Samples
+    check_rank: Callable[[int], None]
+    """refuses with a ConfigError a rank that cannot be sampled"""
     model_name: str
     """name of the base model in requests"""
     vocab_size: int

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rlite.errors import DataError
+from rlite.errors import ConfigError, DataError
 from rlite.imports import optional
 from rlite.services.endpoint.requests import ApiError
 from rlite.services.tinker import bodies
@@ -35,6 +35,10 @@ async def _create_model(shop: Shop, owner: str, asked: bodies.NewModel) -> Answe
         raise DataError("lora_config: expected one; this server trains adapters, and no whole model")
     if not (lora.train_attn or lora.train_mlp):
         raise DataError("lora_config: expected train_attn or train_mlp; train_unembed alone trains nothing here")
+    try:
+        shop.check_rank(lora.rank)
+    except ConfigError as error:
+        raise DataError(f"lora_config.rank={lora.rank}: {error}") from error
     seed = secrets.randbelow(2**31) if lora.seed is None else lora.seed
     spec = {"rank": lora.rank, "train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "asked_seed": lora.seed}
     answer = {"type": "create_model", "model_id": f"{session.session_id}:train:{asked.model_seq_id}"}
@@ -55,7 +59,7 @@ def _new_model(
         since = time.monotonic() - shop.limits.idle_minutes * 60
         ends = {own.session_id for own in shop.tenants.sessions.values() if own.is_finished or own.used_at < since}
         live = [own for own in shop.tenants.models(session.owner) if not own.is_gone]
-        live = [own for own in live if own.folder.parent.name not in ends]
+        live = [own for own in live if own.session_id not in ends]
         if len(live) >= (most := shop.limits.max_models):
             told = "unload one, or finish its session (ServiceClient.close())"
             raise DataError(f"tenant {session.owner!r} has {len(live)} models, and {most} are allowed; {told}")

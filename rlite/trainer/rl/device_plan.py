@@ -64,9 +64,10 @@ def models_beside(options: PpoConfig, engines: Engines) -> list[tuple[RliteTrain
 def _adapter_obstacle(options: PpoConfig, actor: Any, can: Capabilities) -> str:
     """Return why weight syncs do not send the actor's adapter alone; "" if they do."""
     rollout, why_not = options.rollout, can.adapter_obstacle
+    rank = 1 if options.actor.lora is None else options.actor.lora.rank
     obstacles = (
         actor.adapter_obstacle(),
-        "its executor serves no adapters" if why_not is None else why_not(rollout.executor_options),
+        "its executor serves no adapters" if why_not is None else why_not(rollout.executor_options, rank),
         "rollout.verify_sync compares whole weights" if rollout.verify_sync else "",
         "rollout.adapter_sync=false merges it into the weights" if rollout.adapter_sync is False else "",
     )
