@@ -7,11 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from rlite import RliteInferenceEngine, RliteTrainEngine
 from rlite.nn import LoraOptions
+from rlite.runtime.replicas.adapters import AdapterWeights, Factors
 from rlite.types import GenerationHyperparameters, LLMRequest, LLMResponse, TokenChunk
 from tests.integration.modules import next_token_logprobs
 
@@ -38,6 +40,26 @@ def assert_served(trainer: RliteTrainEngine, engine: RliteInferenceEngine, names
         made = output.outputs[0]
         expected = of_trainer(trainer, [*prompt, *made.token_ids], name)[len(prompt) - 1 :]
         torch.testing.assert_close(torch.tensor(made.logprobs), expected.float(), atol=1e-5, rtol=0)
+
+
+def drawn(seed: int, hidden: int) -> AdapterWeights:
+    """An adapter of random values for a tiny model of this width."""
+    made = torch.Generator().manual_seed(seed)
+    down, up = torch.randn(2, hidden, generator=made), torch.randn(hidden, 2, generator=made)
+    return AdapterWeights(2, 4.0, {"model.layers.0.self_attn.q_proj": Factors(down, up)})
+
+
+def assert_base_after_removal(engine: RliteInferenceEngine, hidden: int) -> None:
+    """A request in flight goes on with the base when the policy's adapter is removed, under the next version."""
+    version = engine.take_adapter(None, drawn(0, hidden), "a test")
+    gconfig = GenerationHyperparameters(max_new_tokens=600, ignore_eos=True)
+    asked = LLMRequest(input_ids=[1, 2, 3], gconfig=gconfig)
+    (answer,) = asyncio.run(interrupted(engine, [asked], partial(engine.remove_adapter, None)))
+    assert sorted({*answer.output_versions}) == [version, version + 1]
+    (base,) = engine.prompt_logprobs([[*answer.input_tokens, *answer.output_tokens]])
+    num_last = answer.output_versions.count(version + 1)
+    assert answer.output_logprobs[-num_last:] == pytest.approx(list(base)[-num_last:], abs=1e-5)
+    assert engine.adapters == {}
 
 
 async def interrupted(

@@ -369,10 +369,6 @@ class LearningEngine(ModuleEngine):
             told = f"{what} would change the weights to which the adapters {', '.join(sorted(self._adapters))} belong"
             raise ConfigError(f"{told}; name an adapter (adapter=), or remove_adapter() them first")
 
-    def _known(self, name: str) -> str:
-        self._check_adapter("this call", name)
-        return name
-
     def _base_of_merged(self, target: Engine) -> str:
         """Return `base_id` of an engine into whose weights the module's own adapter was merged."""
         if vars(self.options).get("deterministic"):

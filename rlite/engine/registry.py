@@ -141,10 +141,9 @@ class TrainWorker(SourceWorker, Protocol):
     def forward_backward(
         self, share: BatchShare, loss_fn: Loss, loss_weight_fn: Weight | None, adapter: str | None = None
     ) -> dict[str, Any]:
-        """Accumulate the gradients of a batch, without a step.
+        """Accumulate the gradients of a batch; see `RliteTrainEngine.forward_backward`.
 
-        After any number of calls the gradients are those of the weighted mean over all microbatches since the last
-        step. A batch without weight changes nothing. If `loss_fn` raises, all accumulated gradients are dropped.
+        A batch without weight changes nothing.
 
         Args:
             share: this data rank's rows and microbatches. An empty microbatch is computed on padding rows with weight
@@ -160,18 +159,11 @@ class TrainWorker(SourceWorker, Protocol):
         """
 
     def optimizer_step(self, adapter: str | None = None, settings: Mapping[str, Any] | None = None) -> dict[str, float]:
-        """Clip the accumulated gradients, make one optimizer step, and drop the gradients.
+        """Make one optimizer step with the accumulated gradients; see `RliteTrainEngine.optimizer_step`.
 
         Args:
             adapter: the adapter that makes the step; None is the module.
             settings: new values of the optimizer's options, and `max_grad_norm` of this step.
-
-        Returns:
-            `grad_norm`, `lr`, `weight` of all accumulated batches, and `is_skipped`. `is_skipped` is 1 if there was no
-                step, because there is no gradient, or a loss or a gradient is not finite.
-
-        Raises:
-            ConfigError: the module has no optimizer.
         """
 
     def train_batch(

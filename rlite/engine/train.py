@@ -122,7 +122,7 @@ class RliteTrainEngine(LearningEngine):
             Values [N, L, ...], padded with 0.
         """
         shares = self.shares("forward", batch, post_hook, max_tokens_per_microbatch)
-        calls = [(share, post_hook, without_adapters, *self._named(adapter)) for share in shares]
+        calls = [(share, post_hook, without_adapters, *self._named("forward", adapter)) for share in shares]
         results = self._ask_each(TrainWorker.forward, calls)
         return join_values("forward", shares, results, batch["attention_mask"])
 
@@ -171,19 +171,21 @@ class RliteTrainEngine(LearningEngine):
         target.base_id = self.base_id if self.module.lora is None else self._base_of_merged(target)
         return report
 
-    def _named(self, adapter: str | None) -> tuple[str, ...]:
+    def _named(self, what: str, adapter: str | None) -> tuple[str, ...]:
         """Return the argument of a worker's method that names an adapter, if one is named."""
-        return () if adapter is None else (self._known(adapter),)
+        if adapter is None:
+            return ()
+        self._check_adapter(what, adapter)
+        return (adapter,)
 
     def _begin_training(self, what: str, adapter: str | None) -> None:
-        if self._adapters:
-            self._check_learner(what, adapter)
+        self._check_learner(what, adapter)
         if adapter is None and self.module.lora is None:
             self.base_id = ""
 
     def _atomic(self, method: Any, batch: Mapping[str, Tensor], *functions: Any) -> dict[str, Any]:
         shares = self.shares(method.__name__, batch, functions[0])
-        given = (*functions[:-1], *self._named(functions[-1]))
+        given = (*functions[:-1], *self._named(method.__name__, functions[-1]))
         results = self._ask_each(method, [(share, *given) for share in shares])
         stats = dict(results[0])
         for name in {name for result in results for name, value in result.items() if isinstance(value, Tensor)}:

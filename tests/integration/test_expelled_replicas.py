@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlite.errors import WeightSyncError, WorkerError
+from tests.adapters import drawn
 from tests.integration.test_elastic_replicas import until
 from tests.integration.test_failed_adapter_syncs import Served
 from tests.integration.worlds import ray_session
@@ -86,7 +87,7 @@ def test_a_replica_that_joins_amid_a_sync_serves_its_version(
     joining = threading.Thread(target=served.engine.scale, args=(2,))
     joining.start()
     until(lambda: "waits" in served.plan.read_text())  # its worker has begun, with the adapters of before
-    served.engine.take_adapter("a", served.weights(1), "a test")
+    served.engine.take_adapter("a", drawn(1, 64), "a test")
     served.plan.write_text("")
     joining.join()
     assert len(served.values()) == 2

@@ -19,13 +19,11 @@ from rlite.backends.embedded.worker import BACKEND, EmbeddedWorker
 from rlite.engine.registry import register_executor
 from rlite.errors import WeightSyncError, WorkerError
 from rlite.runtime.cluster.host import WorkerContext
-from rlite.runtime.replicas.adapters import AdapterWeights, Factors
 from rlite.types import GenerationHyperparameters, LLMRequest
-from tests.adapters import interrupted
+from tests.adapters import assert_base_after_removal, drawn, interrupted
 from tests.integration.worlds import world
 
 PROMPT = [1, 2, 3, 200, 7]
-LAYER = "model.layers.0.self_attn.q_proj"
 
 
 class FragileOptions(EmbeddedOptions):
@@ -104,15 +102,9 @@ class Served:
         """Let an adapter of its own for each seed arrive, while operations fail."""
         self.plan.write_text("\n".join(fails))
         try:
-            return self.engine.take_adapter(self.name, self.weights(seed), "a test", on_inflight)
+            return self.engine.take_adapter(self.name, drawn(seed, 64), "a test", on_inflight)
         finally:
             assert self.plan.read_text() == "", "everything has failed that should"
-
-    @staticmethod
-    def weights(seed: int) -> AdapterWeights:
-        made = torch.Generator().manual_seed(seed)
-        down, up = torch.randn(2, 64, generator=made), torch.randn(64, 2, generator=made)
-        return AdapterWeights(2, 4.0, {LAYER: Factors(down, up)})
 
     def values(self) -> list[list[float]]:
         """Log-probabilities of one prompt on each replica that serves, of the adapter or, without one, of the base."""
@@ -208,3 +200,4 @@ def test_the_base_has_a_version_of_its_own_after_the_policys_adapter(
     served.sync(0)
     served.engine.remove_adapter(None)
     assert (served.values(), served.versions(), served.engine.get_version()) == (base, {2}, 2)
+    assert_base_after_removal(served.engine, 64)

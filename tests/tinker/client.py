@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,20 @@ def client_package() -> Any:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # last: it shadows no other package
     return importlib.import_module("tinker")
+
+
+def open_sessions() -> list[str]:
+    """Sessions whose clients in this process still send heartbeats."""
+    if "tinker" not in sys.modules:
+        return []
+    holders = importlib.import_module("tinker.lib.internal_client_holder")
+    loop = holders._internal_client_holder_thread_singleton.get_loop()
+
+    async def found() -> list[str]:
+        running: list[Any] = [task.get_coro() for task in asyncio.all_tasks(loop)]
+        return [each.cr_frame.f_locals["session_id"] for each in running if each.__name__ == "_session_heartbeat"]
+
+    return asyncio.run_coroutine_threadsafe(found(), loop).result(60)
 
 
 def datum(tokens: Sequence[int], targets: Any, **inputs: Any) -> Any:

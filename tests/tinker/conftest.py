@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import rlite
-from tests.tinker.client import client_package
+from tests.tinker.client import client_package, open_sessions
 from tests.tinker.serving import Served
 from tests.tiny import build_model_dir
 
@@ -26,3 +26,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def without_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the client tell nobody of itself."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    """Let no client outlive its test: its heartbeat would log for as long as the process lives."""
+    yield
+    assert open_sessions() == [], "close the ServiceClient: client.close('success').result()"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,9 @@ def test_fifty_clients_at_once_equal_each_alone(model: Path, tmp_path: Path) -> 
     types, port = tinker.types, free_port()
     from tests.tinker.client import counting
 
-    with server(model, tmp_path / "state", port):
-        services = [tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=TOKEN) for _ in range(50)]
+    url = f"http://127.0.0.1:{port}"
+    with server(model, tmp_path / "state", port), ExitStack() as opened:
+        services = [opened.enter_context(tinker.ServiceClient(base_url=url, api_key=TOKEN)) for _ in range(50)]
         made = [service.create_lora_training_client(str(model), rank=2, seed=1) for service in services]
         clients = [future.result() for future in made]
         forward = [client.forward_backward(counting(2), "cross_entropy") for client in clients]
@@ -77,5 +79,3 @@ def test_fifty_clients_at_once_equal_each_alone(model: Path, tmp_path: Path) -> 
         assert len({future.result().metrics["grad_norm:mean"] for future in steps}) == 1
         after = [client.forward(counting(2), "cross_entropy") for client in clients]
         assert len({future.result().metrics["loss:sum"] for future in after}) == 1
-        for future in [service.close("success") for service in services]:
-            future.result()

@@ -20,7 +20,16 @@ from rlite.trainer.options import SamplingOptions, TrainerOptions
 from rlite.trainer.ppo import PpoTrainer
 from rlite.trainer.rl.options import ActorOptions, PpoConfig, PromptOptions, RolloutOptions
 from rlite.types import GenerationHyperparameters, LLMRequest
-from tests.adapters import ADAPTERS, PROMPTS, SAMPLED, assert_kept_versions, assert_served, interrupted, of_trainer
+from tests.adapters import (
+    ADAPTERS,
+    PROMPTS,
+    SAMPLED,
+    assert_base_after_removal,
+    assert_kept_versions,
+    assert_served,
+    interrupted,
+    of_trainer,
+)
 from tests.integration.modules import POLICIES, make_batch, num_counted, on_meta, token_loss
 from tests.integration.rewards import digits
 from tests.integration.worlds import MARK, ray_session
@@ -122,6 +131,8 @@ def test_vllm_serves_as_many_versions_as_requests_need(tmp_path: Path) -> None:
         trainer.add_adapter(name, ADAPTERS["wide"], seed=ord(name))
         learn(trainer, name)
     assert_kept_versions(trainer, engine, ["a", "b", "c", "d"], 900)
+    engine.remove_adapter("kept")
+    assert_base_after_removal(engine, 128)
     trainer.release()
     engine.release()
 

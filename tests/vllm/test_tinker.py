@@ -67,8 +67,10 @@ def test_vllm_serves_a_tenants_adapter_as_it_is_trained(tmp_path: Path) -> None:
     tinker = client_package()
     types, port = tinker.types, free_port()
     model = build_model_dir(tmp_path / "model", "qwen3", hidden=128)
-    with server(model, tmp_path / "state", port, "executor=vllm", LORA, *SIZES, deterministic=False):
-        service = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=TOKEN)
+    with (
+        server(model, tmp_path / "state", port, "executor=vllm", LORA, *SIZES, deterministic=False),
+        tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=TOKEN) as service,
+    ):
         base = service.create_sampling_client(base_model=str(model)).result()
         before = sampled(base)
         samplers = []
@@ -91,4 +93,3 @@ def test_vllm_serves_a_tenants_adapter_as_it_is_trained(tmp_path: Path) -> None:
         assert sampled(base)[0] == before[0]
         with pytest.raises(tinker.BadRequestError, match=r"lora_config\.rank=16: .*above max_lora_rank=8"):
             service.create_lora_training_client(str(model), rank=16).result()
-        service.close("success").result()

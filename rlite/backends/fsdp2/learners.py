@@ -8,8 +8,6 @@ therefore come and go while the module lives, each with its own layers, rank, gr
 
 from __future__ import annotations
 
-import math
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +23,16 @@ from torch.utils._pytree import tree_map_only
 
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import batch_invariant, linear
-from rlite.backends.models.lora import LoraTrainModule, base_name, endings, stored_layers, target_layers
+from rlite.backends.models.lora import (
+    DOWN,
+    UP,
+    LoraTrainModule,
+    base_name,
+    endings,
+    initial_factor,
+    stored_layers,
+    target_layers,
+)
 from rlite.backends.models.routing import NO_ROUTING
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.nn.base import BaseTrainModule
@@ -161,12 +168,10 @@ class Adapter(Learner):
         self._optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.0)
 
     def _initial(self, name: str, dtype: torch.dtype, seed: int) -> Factors:
-        """Return factors as PEFT draws them: `down` is Kaiming-uniform with a = sqrt(5), `up` is zero."""
+        """Return factors with the initial values of a module's own adapter; see `initial_factor`."""
         layer: Any = self._module.get_submodule(name)
-        generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{name}.lora_A.default.weight".encode()) ^ seed)
-        down = torch.empty(self.options.rank, layer.in_features, device="cpu")
-        nn.init.kaiming_uniform_(down, math.sqrt(5), generator=generator)
-        up = torch.zeros(layer.out_features, self.options.rank)
+        down = initial_factor(name + DOWN, (self.options.rank, layer.in_features), seed)
+        up = initial_factor(name + UP, (layer.out_features, self.options.rank), seed)
         return Factors(*(nn.Parameter(each.to(self._module.device, dtype)) for each in (down, up)))
 
     @property

@@ -115,14 +115,14 @@ class State:
 
 @dataclass
 class TenantModel:
-    """One model of a tenant: an adapter."""
+    """One model of a tenant: an adapter. `model_id` is its name, SESSION:train:N."""
 
-    model_id: str
     owner: str
     folder: Path
     spec: dict[str, Any]
     """rank, seed and layers, and metadata of the client"""
-    journal: Journal
+    is_gone: bool = False
+    """the client has unloaded it, or it could not be made"""
     next_seq: int = 0
     """the request that is worked on next"""
     pending: dict[int, Request] = field(default_factory=dict)
@@ -139,8 +139,6 @@ class TenantModel:
     """versions of the inflight sampler"""
     is_resident: bool = False
     """the engine holds it"""
-    is_gone: bool = False
-    """the client has unloaded it, or it could not be made"""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """held while a request is accepted"""
     used_at: float = field(default_factory=time.monotonic)
@@ -150,8 +148,15 @@ class TenantModel:
     """metrics of the newest steps"""
 
     def __post_init__(self) -> None:
+        number = self.folder.name.removeprefix("train-")
+        self.model_id, self.journal = f"{self.session_id}:train:{number}", Journal(self.folder / "journal")
         if "load" in self.spec:  # it was made from saved weights
             self.state = State(self.spec["load"], self.spec["optimizer"])
+
+    @property
+    def session_id(self) -> str:
+        """Session of the model."""
+        return self.folder.parent.name
 
     @property
     def is_ready(self) -> bool:
@@ -289,8 +294,7 @@ class Tenants:
         """
         folder = session.folder / f"train-{number}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        model_id, journal = f"{session.session_id}:train:{number}", Journal(folder / "journal")
-        model = TenantModel(model_id, session.owner, folder, spec, journal, is_gone=is_gone)
+        model = TenantModel(session.owner, folder, spec, is_gone)
         model.write()
         session.models[number] = model
         return model
@@ -354,15 +358,9 @@ def _read_session(path: Path) -> Session:
         for folder in sorted(path.parent.glob("train-*")):
             if not (folder / "model.json").exists():  # the server was killed before it told anyone of the model
                 continue
-            told, number = json.loads((folder / "model.json").read_bytes()), int(folder.name.removeprefix("train-"))
-            session.models[number] = TenantModel(
-                f"{session.session_id}:train:{number}",
-                session.owner,
-                folder,
-                told["spec"],
-                Journal(folder / "journal"),
-                is_gone=told["is_gone"],
-            )
+            told = json.loads((folder / "model.json").read_bytes())
+            model = TenantModel(session.owner, folder, told["spec"], told["is_gone"])
+            session.models[int(folder.name.removeprefix("train-"))] = model
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; move {path.parent} away to start without it") from error
     return session

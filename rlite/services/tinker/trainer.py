@@ -327,7 +327,7 @@ class Trainer:
         if number is None:
             path = model.path("sampler_weights", name)
             return Ending(Result.of({"type": "save_weights_for_sampler", "path": path}))
-        session = self._tenants.sessions[model.folder.parent.name]
+        session = self._tenants.sessions[model.session_id]
         sampler = Sampler(f"{session.session_id}:sample:{number}", model.model_id, name, is_inflight)
         session.add_sampler(number, sampler)
         self._drop_old_samplers(model, session)

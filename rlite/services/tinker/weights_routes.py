@@ -11,14 +11,14 @@ from rlite.errors import DataError
 from rlite.imports import optional
 from rlite.services.tinker import bodies
 from rlite.services.tinker.routes import Answer, Routes, Shop
-from rlite.services.tinker.tenants import TenantModel
+from rlite.services.tinker.tenants import Kind, TenantModel
 from rlite.services.tinker.weights import drop_weights, expiry, link, read_facts, saved_weights, write_facts
 
 with optional("rlite tinker needs", "tinker"):
     from aiohttp import web
 
 ROUTES = Routes()
-KINDS = {"weights": "training", "sampler_weights": "sampler"}
+KINDS: dict[Kind, str] = {"weights": "training", "sampler_weights": "sampler"}
 
 
 @ROUTES("POST", "weights_info", bodies.WeightsInfo)
@@ -110,14 +110,14 @@ def _part(asked: bodies.Page, found: list[Any]) -> tuple[list[Any], dict[str, in
     return found[asked.offset : asked.offset + asked.limit], cursor
 
 
-def _checkpoints(model: TenantModel, kind: str) -> list[dict[str, Any]]:
+def _checkpoints(model: TenantModel, kind: Kind) -> list[dict[str, Any]]:
     """Return what the API tells of saved weights, the oldest first."""
     return [
         {
             "checkpoint_id": f"{kind}/{folder.name}",
             "checkpoint_type": KINDS[kind],
             "time": _moment(facts["time"]),
-            "tinker_path": f"tinker://{model.model_id}/{kind}/{folder.name}",
+            "tinker_path": model.path(kind, folder.name),
             "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
             "user_metadata": facts["user_metadata"],
             "expires_at": facts["expires"] and _moment(facts["expires"]),

@@ -81,7 +81,6 @@ def _tensor(message: Any, where: str) -> Tensor:
 
     Raises:
         DataError: the bytes do not fill the shape.
-        ValueError: never; it becomes a DataError.
     """
     if message.dtype not in _DTYPES or min(message.shape, default=0) < 0:
         told = f"found dtype {message.dtype} and shape {list(message.shape)}"
@@ -89,19 +88,28 @@ def _tensor(message: Any, where: str) -> Tensor:
     dtype, shape = _DTYPES[message.dtype], tuple(message.shape)
     try:
         if message.WhichOneof("encoding") == "sparse_csr":
-            sparse = message.sparse_csr
-            crow, columns = (np.frombuffer(each, np.int64) for each in (sparse.crow_indices, sparse.col_indices))
-            counts = np.diff(crow)
-            is_bad = bool(((counts < 0) | (counts > len(columns))).any() or (columns < 0).any() or crow[:1].any())
-            if is_bad or len(shape) != 2 or len(counts) != shape[0] or counts.sum() != len(columns):
-                raise ValueError("expected two dimensions, and row indices from 0 to the number of columns")
-            dense = np.zeros(shape, dtype)
-            dense[np.repeat(np.arange(shape[0]), counts), columns] = np.frombuffer(sparse.values, dtype)
-            return torch.from_numpy(dense)
+            return torch.from_numpy(_filled(message.sparse_csr, shape, dtype))
         flat = np.frombuffer(message.dense, dtype)
         return torch.from_numpy(flat.reshape(shape or (-1,)).copy())
     except (ValueError, IndexError) as error:
         raise DataError(f"{where}: the values do not fill the shape {list(shape)}: {error}") from error
+
+
+def _filled(sparse: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return a sparse tensor with its zeros.
+
+    Raises:
+        ValueError: the indices, or the values, do not belong to the shape.
+        IndexError: a column is beyond the shape.
+    """
+    crow, columns = (np.frombuffer(each, np.int64) for each in (sparse.crow_indices, sparse.col_indices))
+    counts = np.diff(crow)
+    is_bad = bool(((counts < 0) | (counts > len(columns))).any() or (columns < 0).any() or crow[:1].any())
+    if is_bad or len(shape) != 2 or len(counts) != shape[0] or counts.sum() != len(columns):
+        raise ValueError("expected two dimensions, and row indices from 0 to the number of columns")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = np.frombuffer(sparse.values, dtype)
+    return dense
 
 
 def write_forward(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
