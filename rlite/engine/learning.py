@@ -376,10 +376,12 @@ class LearningEngine(ModuleEngine):
             warn_once(logger, f"p2p_weight_sync into {target.name}: {told}")
         return ""
 
-    def _check_adapter(self, what: str, name: str) -> None:
+    def _check_adapter(self, what: str, name: str) -> str:
+        """Return the name of an adapter if it is there."""
         self._need_weights(what)
         if name not in self._adapters:
             raise ConfigError(f"{what}: there is no adapter {name!r}; {did_you_mean(str(name), self._adapters)}")
+        return name
 
     @abstractmethod
     def _begin_training(self, what: str, adapter: str | None) -> None:

@@ -173,13 +173,11 @@ class RliteTrainEngine(LearningEngine):
 
     def _named(self, what: str, adapter: str | None) -> tuple[str, ...]:
         """Return the argument of a worker's method that names an adapter, if one is named."""
-        if adapter is None:
-            return ()
-        self._check_adapter(what, adapter)
-        return (adapter,)
+        return () if adapter is None else (self._check_adapter(what, adapter),)
 
     def _begin_training(self, what: str, adapter: str | None) -> None:
-        self._check_learner(what, adapter)
+        if self._adapters:
+            self._check_learner(what, adapter)
         if adapter is None and self.module.lora is None:
             self.base_id = ""
 

@@ -23,16 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from rlite.backends.fsdp2.options import Fsdp2Options
 from rlite.backends.models import batch_invariant, linear
-from rlite.backends.models.lora import (
-    DOWN,
-    UP,
-    LoraTrainModule,
-    base_name,
-    endings,
-    initial_factor,
-    stored_layers,
-    target_layers,
-)
+from rlite.backends.models.lora import LoraTrainModule, base_name, endings, initial_factor, stored_layers, target_layers
 from rlite.backends.models.routing import NO_ROUTING
 from rlite.errors import CheckpointError, ConfigError, why_not_written
 from rlite.nn.base import BaseTrainModule
@@ -170,8 +161,8 @@ class Adapter(Learner):
     def _initial(self, name: str, dtype: torch.dtype, seed: int) -> Factors:
         """Return factors with the initial values of a module's own adapter; see `initial_factor`."""
         layer: Any = self._module.get_submodule(name)
-        down = initial_factor(name + DOWN, (self.options.rank, layer.in_features), seed)
-        up = initial_factor(name + UP, (layer.out_features, self.options.rank), seed)
+        down = initial_factor(f"{name}.lora_A.default.weight", (self.options.rank, layer.in_features), seed)
+        up = torch.zeros(layer.out_features, self.options.rank)
         return Factors(*(nn.Parameter(each.to(self._module.device, dtype)) for each in (down, up)))
 
     @property

@@ -53,7 +53,7 @@ from rlite.runtime.storage.huggingface import Writer, copy_companions
 from rlite.wording import warn_once
 
 logger = logging.getLogger(__name__)
-_HELD, DOWN, UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+_HELD, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _SCORE, _SCORER = "score", "SEQ_CLS"
 _LINEAR = (nn.Linear, Conv1D)
 """classes of linear layers; the weight of Conv1D (GPT-2) is [in, out]"""
@@ -177,8 +177,8 @@ class LoraTrainModule(BaseTrainModule):
 
     def missing_parameter(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return an adapter's initial value as PEFT draws it."""
-        if self.lora is not None and name.endswith((DOWN, UP)):
-            return initial_factor(name, shape)
+        if self.lora is not None and name.endswith((_DOWN, _UP)):
+            return torch.zeros(shape, device="cpu") if name.endswith(_UP) else initial_factor(name, shape)
         return super().missing_parameter(self._plain_name(name), shape)
 
     # -- on the way out ------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class LoraTrainModule(BaseTrainModule):
             return super().served_parameter(self._plain_name(name), merged)
         if attribute != "weight":
             return super().served_parameter(self._plain_name(name), parameter)
-        down, up = self.get_parameter(layer + DOWN), self.get_parameter(layer + UP)
+        down, up = self.get_parameter(layer + _DOWN), self.get_parameter(layer + _UP)
         scale = self.lora.alpha / self.lora.rank
         if isinstance(self.get_submodule(f"{layer}{_HELD}".rstrip(".")), Conv1D):
             rows, columns = local_shard(parameter).box
@@ -213,7 +213,7 @@ class LoraTrainModule(BaseTrainModule):
         Returns:
             Name and box; None for adapters.
         """
-        if self.lora is not None and name.endswith((DOWN, UP)):
+        if self.lora is not None and name.endswith((_DOWN, _UP)):
             return None
         return super().postprocess_named_parameter(self._plain_name(name), tensor)
 
@@ -237,7 +237,7 @@ class LoraTrainModule(BaseTrainModule):
         own = {id(self.get_parameter(name)): tensor for name, tensor in trained.items()}
         # an adapter of tied layers has several names
         places = {name: own[id(p)] for name, p in self.named_parameters(remove_duplicate=False) if id(p) in own}
-        adapted = [name.removesuffix(DOWN) for name in places if name.endswith(DOWN)]
+        adapted = [name.removesuffix(_DOWN) for name in places if name.endswith(_DOWN)]
         layers = {name for name in adapted if not wraps_parameter(self.get_submodule(name))}
         whole = [_SCORE] if isinstance(self, HuggingFaceFsdp2ScoreModule) else None
         # all-linear: layers of the base as it is now, which an opener's may not be
@@ -259,16 +259,15 @@ class LoraTrainModule(BaseTrainModule):
 
 
 def initial_factor(name: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Return an adapter's initial value as PEFT draws it: A is Kaiming-uniform with a = sqrt(5), B is zero.
+    """Return the initial A of an adapter as PEFT draws it: Kaiming-uniform with a = sqrt(5). B is zero.
 
     Args:
-        name: name of the parameter. The draw of A depends on the name and the seed alone.
+        name: name of the parameter. The draw depends on the name and the seed alone.
         shape: its shape.
         seed: seed of the adapter.
     """
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()) ^ seed)
-    made = torch.zeros(shape, device="cpu")
-    return made if name.endswith(UP) else nn.init.kaiming_uniform_(made, math.sqrt(5), generator=generator)
+    return nn.init.kaiming_uniform_(torch.empty(shape, device="cpu"), math.sqrt(5), generator=generator)
 
 
 def base_name(module: nn.Module) -> str | None:
@@ -345,13 +344,13 @@ def own_adapter(module: LoraTrainModule) -> AdapterWeights:
         raise ConfigError(f"{type(module).__name__} has no adapter of its own: call add_lora, or name an adapter")
     factors = {}
     for name, down in module.named_parameters():
-        if not name.endswith(DOWN):
+        if not name.endswith(_DOWN):
             continue
-        layer = name.removesuffix(DOWN)
+        layer = name.removesuffix(_DOWN)
         if wraps_parameter(module.get_submodule(layer)):
             raise ConfigError(f"{layer} has adapters of experts, which travel merged: use p2p_weight_sync")
-        pair = (full_tensor(part).cpu().clone() for part in (down, module.get_parameter(layer + UP)))
-        factors[name_before(module, name).removesuffix(DOWN)] = Factors(*pair)
+        pair = (full_tensor(part).cpu().clone() for part in (down, module.get_parameter(layer + _UP)))
+        factors[name_before(module, name).removesuffix(_DOWN)] = Factors(*pair)
     return AdapterWeights(module.lora.rank, module.lora.alpha, factors)
 
 
