@@ -95,6 +95,8 @@ def test_a_config_that_nobody_can_use_is_refused_by_training_and_serving(model: 
 def test_an_unknown_kind_of_rotary_embedding_is_named_by_training_and_serving(model: Path, is_nested: bool) -> None:
     rope: dict[str, Any] = {"rope_type": "foo", "rope_theta": 1e4, "factor": 2.0}
     edit(model / "config.json", rope_parameters={"full_attention": rope} if is_nested else rope)
+    if is_nested:  # older releases of transformers read a base of all layers beside the kinds as one of them
+        edit(model / "config.json", rope_theta=None)
     for load in (policy_module, critic_module, load_config, partial(load_model, AutoModelForCausalLM)):
         with pytest.raises(
             CheckpointError, match=r"rope_type is 'foo'; expected one of default, linear,.* yarn"
