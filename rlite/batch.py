@@ -47,6 +47,7 @@ _TABLE = (
     Key("reward/NAME", "[N]", "float32", "workflow", "metrics", "Part NAME of the reward; NaN if it did not count."),
     Key("scores", "[N]", "float32", "workflow", "metrics", "Score of the trajectory, by which it is evaluated."),
     Key("num_turns", "[N]", "int64", "workflow", "metrics", "Turns of the model in the trajectory."),
+    Key("turn_limited", "[N]", "float32", "workflow", "metrics", "1 if `max_turns` ended the episode, 0 if not."),
     Key("num_tool_calls", "[N]", "float32", "workflow", "metrics", "Tool calls in the trajectory."),
     Key("num_tool_errors", "[N]", "float32", "workflow", "metrics", "Tool calls in the trajectory that failed."),
     Key("sequence_index", "[N]", "int64", "workflow", "advantages, metrics", "Row number within its trajectory."),

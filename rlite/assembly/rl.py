@@ -237,7 +237,10 @@ def make_observers(trainer: Any, repeated: Repeated) -> list[Observer]:
     equal_rewards = options.equal_rewards
     own = run_observers(parts.run, parts.reported, trainer.name, trainer.plan, rollout.rollout_progress)
     learns_rewards = not options.distill.is_without_rewards
-    alarms = Alarms(rollout, options.rollout.max_head_offpolicyness > 0, equal_rewards.can_teach, learns_rewards)
+    own_limit = f"rollout.max_turns={options.rollout.max_turns}"
+    turn_limit = own_limit if options.rollout.env_path else "max_turns of the workflow"
+    is_ahead = options.rollout.max_head_offpolicyness > 0
+    alarms = Alarms(rollout, is_ahead, equal_rewards.can_teach, learns_rewards, turn_limit)
     template = TemplateFile(options.train_data.chat_template_path)
     probe = [SyncProbe(rollout, every)] if (every := options.rollout.verify_sync) else []
     own += [alarms, *probe, LearningFacts(equal_rewards), template, HashChain(trainer, parts.run)]

@@ -178,6 +178,15 @@ def test_the_weight_of_the_kl_follows_its_target_through_a_resume(kind, model, t
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_equal_rewards_move_weights_by_weight_decay_and_then_by_the_kl_alone(decay, model, tmp_path):
+    own = {"actor": {"weight_decay": decay}, "rollout": {"max_refills": 0}, "kl": KlOptions(type="loss", coef=0.1)}
+    trainer(model, tmp_path / "run", 2, reward="0.0", **own).fit()
+    norms = [row["grad_norm"] for row in logged(tmp_path / "run")]
+    assert norms[0] == 0.0
+    assert (norms[1] > 0.0) == (decay > 0.0)
+
+
 def test_a_rejection_of_everything_teaches_nothing(model, tmp_path):
     weights = []
     for upper in (-1.0, 1.0):  # k3 is never below 0

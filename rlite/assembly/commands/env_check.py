@@ -29,7 +29,7 @@ from rlite.imports import find_function
 from rlite.nn.pretrained import load_tokenizer
 from rlite.output import Result
 from rlite.rollout import GenerationHyperparameters, RolloutWorkflow, ScriptedEngine
-from rlite.rollout.environments.file import CONTRACTS, contract_of
+from rlite.rollout.environments.file import CONTRACTS, EnvironmentOptions, contract_of
 from rlite.rollout.environments.tool_episodes import ToolEnvironmentWorkflow
 from rlite.rollout.registry import WORKFLOWS
 from rlite.rollout.tools.formats import ToolCall
@@ -107,6 +107,8 @@ def check(options: EnvConfig) -> Iterator[Finding]:
     if good := [(each, each.trajectory) for each in played if each.trajectory is not None]:
         yield of_rewards([trajectory for _, trajectory in good], options)
         yield of_state(played)
+        if is_environment(options.spec):
+            yield from of_turns([trajectory for _, trajectory in good], options.max_turns)
         yield of_tokens([trajectory for _, trajectory in good], tokenizer)
         yield of_lines([trajectory for _, trajectory in good])
 
@@ -132,7 +134,7 @@ def find_workflow(options: EnvConfig, tokenizer: Any) -> RolloutWorkflow:
     make: Callable[..., Any]
     if spec in WORKFLOWS:
         made = WORKFLOWS[spec](gconfig, tokenizer)
-    elif contract_of(spec)[0] or spec.endswith(".py"):
+    elif is_environment(spec):
         made = contract_workflow(spec)(gconfig, tokenizer, max_turns=options.max_turns)
     elif ":" in spec:
         make = find_function(spec, f"spec={spec}")
@@ -143,6 +145,11 @@ def find_workflow(options: EnvConfig, tokenizer: Any) -> RolloutWorkflow:
     if not isinstance(made, RolloutWorkflow):
         raise ConfigError(f"spec={spec}: it returned {type(made).__name__}; expected a RolloutWorkflow")
     return made
+
+
+def is_environment(spec: str) -> bool:
+    """Return whether the argument names an environment, as rollout.env_path does."""
+    return spec not in WORKFLOWS and (bool(contract_of(spec)[0]) or spec.endswith(".py"))
 
 
 def rows_of(options: EnvConfig, workflow: RolloutWorkflow) -> list[dict[str, Any]]:
@@ -336,6 +343,22 @@ def of_tokens(trajectories: Sequence[TensorDict], tokenizer: Any) -> Finding:
 
 def _rows(trajectory: TensorDict) -> Iterator[tuple[Any, Any]]:
     yield from zip(trajectory["input_ids"], trajectory["attention_mask"], strict=True)
+
+
+def of_turns(trajectories: Sequence[TensorDict], played: int) -> Iterator[Finding]:
+    """Yield the turns that episodes need, unless the environment counts its own, and the option of training."""
+    if not (counted := [each for each in trajectories if "turn_limited" in each]):
+        return
+    most, default = max(int(each["num_turns"][0]) for each in counted), EnvironmentOptions().max_turns
+    remedy = f"or more (its default: {default})"
+    if num_cut := sum(bool(each["turn_limited"][0]) for each in counted):
+        found = f"{num_cut} of {len(counted)} episodes did not end within the max_turns={played} of this check"
+        yield Finding("turns", f"{found}; train with rollout.max_turns={played} {remedy}", "note")
+    elif most > default:
+        found = f"up to {most} in an episode (this check allows max_turns={played})"
+        yield Finding("turns", f"{found}; train with rollout.max_turns={most} {remedy}", "note")
+    else:
+        yield Finding("turns", f"{most} in an episode: rollout.max_turns={default}, its default, is enough")
 
 
 def of_lines(trajectories: Sequence[TensorDict]) -> Finding:

@@ -33,7 +33,7 @@ class EnvConfig(ImportOptions):
     """texts that the scripted model answers first, such as a right answer; then texts of the row, calls of the tools
     with these texts as arguments, and others"""
     max_turns: Count = 4
-    """turns of an episode, for an environment"""
+    """turns of an episode that are played, for an environment; training has its own limit, rollout.max_turns"""
     timeout: Seconds = 60.0
     """seconds for one episode"""
 

@@ -138,7 +138,7 @@ class GymWorkflow(ConversationWorkflow):
 
     A trajectory has the keys of `trajectory()`, all turns in one sequence (see `Conversation` for history="template").
     It also has `token_rewards` [k, L], the reward of each turn on its last token, `rewards` [k], their sum, and
-    `sequence_index` and `num_turns` [k].
+    `sequence_index`, `num_turns` and `turn_limited` [k] (1 if `max_turns` ended the episode).
 
     Args:
         environment: answers each turn of the model.
@@ -185,16 +185,17 @@ class GymWorkflow(ConversationWorkflow):
             data: the item, with `seed` and optionally `env_options`.
         """
         async with self.environment.episode(_seed(data), data.get("env_options")) as episode:
-            conversation = self.begin(self._prompt(episode.observation))
+            conversation, is_limited = self.begin(self._prompt(episode.observation)), False
             while await conversation.ask(engine, self.gconfig) is not None:
                 transcript = conversation.transcript
                 with noting(transcript.num_turns, conversation.answer):
                     turn = await episode.step(conversation.answer)
                 transcript.reward(turn.reward)
-                if turn.is_done or transcript.num_turns == self.max_turns:
+                is_limited = not turn.is_done and transcript.num_turns == self.max_turns
+                if turn.is_done or is_limited:
                     break
                 conversation.reply({"role": "user", "content": turn.observation})
-            return conversation.transcript.trajectory()
+            return conversation.transcript.trajectory(turn_limited=is_limited)
 
     def _prompt(self, observation: str | None) -> dict[str, Any]:
         if not self.is_chat:

@@ -141,7 +141,7 @@ class EnvironmentWorkflow(ConversationWorkflow):
 
     A trajectory has one row for each sequence, with the keys of `trajectory()` and `token_rewards` [k, L], the reward
     of each turn on its last token. Each row has `sequence_index` [k], from 0. The whole trajectory has `rewards` and
-    `scores`, both summed over turns, and `num_turns` [k].
+    `scores`, both summed over turns, `num_turns` [k], and `turn_limited` [k], 1 if `max_turns` ended the episode.
 
     Args:
         environment: answers each turn of the model.
@@ -189,16 +189,18 @@ class EnvironmentWorkflow(ConversationWorkflow):
         """
         info, turn = await self.environment.reset(cloudpickle.dumps(_extra_info(data)))
         conversation = self.begin(data if turn.observation is None else {"prompt": turn.observation})
-        score = 0.0
+        score, is_limited = 0.0, False
         while await conversation.ask(engine, self.gconfig) is not None:
             with noting(conversation.transcript.num_turns, conversation.answer):
                 info, turn = await self.environment.step(conversation.text, conversation.answer, info)
             conversation.transcript.reward(turn.reward)
             score += turn.score
-            if turn.is_done or turn.observation is None or conversation.transcript.num_turns == self.max_turns:
+            if turn.is_done or turn.observation is None:
+                break
+            if is_limited := conversation.transcript.num_turns == self.max_turns:
                 break
             conversation.rewrite(turn.observation)
-        return conversation.transcript.trajectory(scores=score)
+        return conversation.transcript.trajectory(scores=score, turn_limited=is_limited)
 
 
 def _extra_info(data: Mapping[str, Any]) -> Any:

@@ -184,7 +184,9 @@ class ToolCallingWorkflow(ConversationWorkflow):
         arguments = reward_arguments(data, conversation.prompt, answer["content"], prompt, written)
         arguments["conversation"] = [*conversation.messages, *([answer] if conversation.is_answered else [])]
         reward = await reward_fn(**arguments)
-        return conversation.transcript.trajectory(reward, num_tool_calls=num_calls, num_tool_errors=num_errors)
+        is_limited = is_last and bool(calls or malformed) and not tools.is_done
+        values = {"num_tool_calls": num_calls, "num_tool_errors": num_errors, "turn_limited": is_limited}
+        return conversation.transcript.trajectory(reward, **values)
 
     def _refusal(self, malformed: Sequence[str], numbers: Iterator[int] | None) -> list[Message]:
         """Return the result of calls that cannot be read, numbered if other calls of the turn have results."""
@@ -216,7 +218,8 @@ class ToolUseWorkflow(ToolCallingWorkflow):
     tokens), `prompt` and `prompt_ids` (of the first turn), and `conversation`, all messages from the first to the last.
 
     The trajectory has the keys of `trajectory()`, all turns in one sequence (see `Conversation` for
-    history="template"), and `sequence_index`, `num_turns`, `num_tool_calls` and `num_tool_errors` [k].
+    history="template"), and `sequence_index`, `num_turns`, `num_tool_calls`, `num_tool_errors` and
+    `turn_limited` [k] (1 if `max_turns` ended the episode).
 
     Args:
         tools: functions with type hints and a docstring with `Args:`, or {"schema": ..., "call": function}. See `Tool`

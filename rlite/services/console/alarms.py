@@ -13,7 +13,12 @@ from rlite.trainer.run.training_run import TrainingRun
 LOST = "rollout/lost/"
 DIFFERING_LIMIT = 0.25
 """share of choices of experts that the policy would not repeat. Other kernels and dtypes explain some per cent"""
-LOOK = {"look at": "the record (rlite view), the reward function, how hard the prompts are, and the temperature"}
+LOOK = {
+    "next": "look at the record (rlite view), the reward function, how hard the prompts are, and the temperature",
+    "help": "docs, page Reading a run: My run does not learn",
+}
+LIMITED = 0.95
+"""share of episodes that the limit of turns ends, from which on the limit is probably a mistake"""
 REPEAT_AFTER = 50
 """steps after which an alarm whose cause lasts is given again"""
 
@@ -32,8 +37,9 @@ class Alarms(Observer):
         is_ahead: bool,
         can_equal_rewards_teach: bool,
         learns_rewards: bool = True,
+        turn_limit: str = "max_turns",
     ) -> None:
-        self._engine, self._learns_rewards = engine, learns_rewards
+        self._engine, self._learns_rewards, self._turn_limit = engine, learns_rewards, turn_limit
         self._is_ahead, self._is_taught_by_uniform = is_ahead, can_equal_rewards_teach
         self._told: set[str] = set()
         self._given_at: dict[str, int] = {}
@@ -69,6 +75,9 @@ class Alarms(Observer):
         if number := metrics.get("num_unreplaced"):
             cause = "rollout.max_refills is spent, and groups of equal rewards are trained on, which teach nothing"
             yield cause, {"groups": f"{number:g}", **LOOK}
+        if (share := metrics.get("turn_limited", 0.0)) >= LIMITED:
+            found = {"turn_limited": f"{share:.0%} of the episodes", "limit": f"{self._turn_limit}; raise it"}
+            yield "the limit of turns cuts off nearly every episode", found
         if (drift := metrics.get("logprob_drift", 0.0)) > DRIFT_LIMIT:
             cause = "the rollouts are far from the policy" if self._is_ahead else "the engine does not serve the policy"
             yield f"{cause} that is trained", {"logprob_drift": f"{drift:.3f} nats per token (limit {DRIFT_LIMIT})"}

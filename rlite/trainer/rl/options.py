@@ -122,8 +122,8 @@ class EqualRewards(NamedTuple):
     """Answer to the question whether groups of equal rewards may teach something."""
 
     can_teach: bool
-    reason: str = ""
-    """why they may, in words"""
+    reason: str
+    """why they may, or may not, in words"""
 
 
 class RolloutOptions(EnvironmentOptions, ServingOptions, CollectorLimits):
@@ -445,10 +445,12 @@ class PpoConfig(LaunchOptions):
         if found := [text for text, holds in reasons.items() if holds]:
             return EqualRewards(True, f"with {found[0]}")
         is_wider = adv.estimator in ("gdpo", *WHITENED)
-        if adv.estimator == "reinforce":
-            return EqualRewards(False)
-        if not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size):
-            return EqualRewards(False)
+        is_alone = adv.estimator == "reinforce" or (
+            not is_wider and rlite.algorithms.is_of_group_alone(adv.estimator, adv.options, group_size)
+        )
+        if is_alone:
+            alone = f"with adv.estimator={adv.estimator} advantages compare rewards of a group alone"
+            return EqualRewards(False, alone)
         wider = f"with adv.estimator={adv.estimator} advantages depend on more than the rewards of the group"
         return EqualRewards(True, wider)
 

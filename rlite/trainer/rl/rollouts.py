@@ -50,7 +50,7 @@ class Generated:
         # a user's workflow may leave these out
         if "truncated" in batch:
             part["truncated"] = zeros.index_add(0, index, batch["truncated"].float()) > 0
-        names = {name: name for name in map(str, batch.keys()) if name.startswith(NAMED_REWARD)}
+        names = {name: name for name in map(str, batch.keys()) if name.startswith((NAMED_REWARD, "turn_limited"))}
         part |= {name: batch[key][first] for key, name in (SAID_ONCE | names).items() if key in batch}
         self._parts.append(part)
 

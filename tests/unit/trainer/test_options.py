@@ -212,7 +212,10 @@ def test_groups_of_equal_rewards_that_teach_are_kept_and_filtering_them_is_refus
 @pytest.mark.parametrize("arguments", [[], ["adv.norm_var=true"], ["adv.estimator=rloo"], ["kl.type=loss"]])
 def test_groups_of_equal_rewards_that_teach_nothing_are_replaced_unless_that_is_not_wanted(arguments):
     base = [*PPO, "train_data.responses_per_prompt=4", *arguments]
-    assert load(PpoConfig, base).has_dynamic_filtering
+    options = load(PpoConfig, base)
+    assert options.has_dynamic_filtering
+    told = f"with adv.estimator={options.adv.estimator} advantages compare rewards of a group alone"
+    assert options.equal_rewards == (False, told)
     assert load(PpoConfig, [*base, "rollout.dynamic_filtering=true"]).has_dynamic_filtering
     assert not load(PpoConfig, [*base, "rollout.dynamic_filtering=false"]).has_dynamic_filtering
 

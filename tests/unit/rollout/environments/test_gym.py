@@ -74,7 +74,7 @@ def test_turns_are_appended_token_by_token_and_rewarded_each(in_process: bool) -
     assert row["loss_mask"].int().tolist() == [[index % 2 for index, part in enumerate(parts) for _ in part]]
     ends = [sum(map(len, parts[: 2 * turn])) - 1 for turn in (1, 2, 3)]
     assert row["token_rewards"][0].nonzero()[:, 0].tolist() == ends
-    assert (row["rewards"].item(), row["num_turns"].item()) == (1.5, 3)
+    assert (row["rewards"].item(), row["num_turns"].item(), row["turn_limited"].item()) == (1.5, 3, 0)
 
 
 def test_episode_depends_only_on_its_seed() -> None:
@@ -113,8 +113,10 @@ def test_raw_observations_follow_each_other_without_a_template() -> None:
 
 def test_max_turns_and_max_length_end_an_episode() -> None:
     options = {"num_steps": 99}
-    assert run([ids("a")], max_turns=2, env_options=options)["num_turns"].item() == 2
+    row = run([ids("a")], max_turns=2, env_options=options)
+    assert (row["num_turns"].item(), row["turn_limited"].item()) == (2, 1)
     row = run([ids("a")], max_length=200, max_turns=99, env_options=options)
+    assert row["turn_limited"].item() == 0
     assert row["truncated"].item()
     assert row["loss_mask"][0, -1], "what cannot be answered is dropped"
 

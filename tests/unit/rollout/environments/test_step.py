@@ -118,6 +118,9 @@ def test_a_state_that_grows_continues_the_tokens_that_were_generated(tmp_path: P
     assert row["token_rewards"].nonzero().tolist() == [[0, 5], [0, 13]]
     assert row["token_rewards"][0, [5, 13]].tolist() == [1.0, 2.0]
     assert (row["rewards"].item(), row["scores"].item(), row["num_turns"].item()) == (3.0, 1.0, 2)
+    assert row["turn_limited"].item() == 0
+    last = run(tmp_path, GROWING, answers, item, max_turns=2)
+    assert (last["num_turns"].item(), last["turn_limited"].item()) == (2, 0), "the environment has ended it, too"
 
 
 def test_the_model_reads_all_that_was_said_before_and_max_turns_ends_it(tmp_path: Path) -> None:
@@ -136,7 +139,7 @@ def test_the_model_reads_all_that_was_said_before_and_max_turns_ends_it(tmp_path
     # this time the model has written no end token, so the environment's stays
     assert [request.input_ids for request in requests] == [prompt, prompt + ids("x<|im_end|>\nmore:")]
     assert len({request.rid for request in requests}) == 1
-    assert row["num_turns"].item() == 2
+    assert (row["num_turns"].item(), row["turn_limited"].item()) == (2, 1)
 
 
 def test_a_state_that_does_not_grow_begins_a_sequence_of_the_same_trajectory(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_calls_are_made_and_their_results_appended_token_by_token() -> None:
     assert row["input_ids"].tolist() == [[*chain(*parts)]], "the model's own spaces, half characters and all"
     assert row["loss_mask"].int().tolist() == [[index % 2 for index, part in enumerate(parts) for _ in part]]
     assert requests[1].input_ids == [*chain(*parts[:3])]
-    assert (row["rewards"].item(), row["num_turns"].item()) == (1.0, 2)
+    assert (row["rewards"].item(), row["num_turns"].item(), row["turn_limited"].item()) == (1.0, 2, 0)
     assert (row["num_tool_calls"].item(), row["num_tool_errors"].item()) == (2.0, 0.0)
     assert [message["role"] for message in seen["conversation"]] == ["user", "assistant", "tool", "tool", "assistant"]
     assert seen["conversation"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
@@ -163,7 +163,7 @@ def test_failed_calls_return_error_results_to_the_model() -> None:
 
 def test_max_turns_ends_an_episode_with_its_calls_unanswered() -> None:
     row = run([ids(call("flood"))], tools=[flood], max_turns=2)
-    assert row["num_turns"].item() == 2
+    assert (row["num_turns"].item(), row["turn_limited"].item()) == (2, 1)
     assert row["num_tool_calls"].item() == 1
     assert "x ... (11808 characters left out)</tool_response>" in TOKENIZER.decode(row["input_ids"][0])
     assert row["loss_mask"][0, -1]

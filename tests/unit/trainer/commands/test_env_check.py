@@ -202,3 +202,32 @@ def test_what_functions_print_is_shown(capsys: pytest.CaptureFixture[str]) -> No
     told = capsys.readouterr()
     assert told.err.count("judging") == 1, "quoted texts make no other kind"
     assert "judging" not in told.out
+
+
+GUESSING = """
+def step(state, action, extra_info):
+    turns = extra_info.get("turns", 0) + 1
+    done = turns == {turns}
+    return {{"next_state": state + action, "reward": 0.0, "score": 0.0, "done": done, "extra_info": {{"turns": turns}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("turns", "level", "text"),
+    [
+        (1, "ok", "1 in an episode: rollout.max_turns=1, its default, is enough"),
+        (3, "note", "up to 3 in an episode (this check allows max_turns=4); train with rollout.max_turns=3 or more"),
+        (9, "note", "5 of 5 episodes did not end within the max_turns=4 of this check; train with rollout.max_turns=4"),
+    ],
+)
+def test_the_turns_that_an_environment_needs_are_told_with_the_option_of_training(
+    turns: int, level: str, text: str, tmp_path: Path
+) -> None:
+    game = tmp_path / "guess.py"
+    game.write_text(GUESSING.format(turns=turns).replace("def step", "async def step"))
+    options = EnvConfig(action="check", spec=str(game), rows=1, episodes=4)
+    found = {finding.topic: finding for finding in check(options)}["turns"]
+    assert found.level == level
+    assert found.text.startswith(text)
+    assert level == "ok" or found.text.endswith("(its default: 1)")
+    assert "turns" not in findings("shop"), "rollout.max_turns is not for a workflow"

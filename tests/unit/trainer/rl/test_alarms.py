@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,21 @@ from rlite.trainer.rl.options import PpoConfig
 
 
 def told(metrics: Mapping[int, Mapping[str, float]], *settings: str) -> list[str]:
-    """The alarms that steps with these metrics give."""
+    """The first lines of the alarms that steps with these metrics give."""
+    return [line for line in shown(metrics, *settings).splitlines() if line.startswith("ALARM")]
+
+
+def shown(metrics: Mapping[int, Mapping[str, float]], *settings: str) -> str:
+    """What steps with these metrics show."""
     out = io.StringIO()
     run: Any = SimpleNamespace(step=0, console=ConsoleReporter(file=out))
     options, engine = load(PpoConfig, ["actor.model_name=x", *settings]), SimpleNamespace()
     can_teach = options.equal_rewards.can_teach
-    alarms = Alarms(engine, options.rollout.max_head_offpolicyness > 0, can_teach)  # type: ignore[arg-type]
+    is_ahead = options.rollout.max_head_offpolicyness > 0
+    alarms = Alarms(engine, is_ahead, can_teach, turn_limit="rollout.max_turns=1")  # type: ignore[arg-type]
     for run.step, values in metrics.items():
         alarms.look(run, values, {})
-    return [line for line in out.getvalue().splitlines() if line.startswith("ALARM")]
+    return out.getvalue()
 
 
 def equal(reward: float, **more: Any) -> dict[str, float]:
@@ -56,3 +63,21 @@ def test_log_probabilities_that_differ_are_told_once_and_then_every_so_many_step
     assert told({1: {"logprob_drift": 0.5}}) == [
         "ALARM at step 1: the engine does not serve the policy that is trained"
     ]
+
+
+def test_a_limit_of_turns_that_ends_nearly_every_episode_is_told_with_its_option() -> None:
+    lines = shown({1: {"turn_limited": 0.97}}).splitlines()
+    assert lines[0] == "ALARM at step 1: the limit of turns cuts off nearly every episode"
+    assert [line.split() for line in lines[1:]] == [
+        ["turn_limited", "97%", "of", "the", "episodes"],
+        ["limit", "rollout.max_turns=1;", "raise", "it"],
+    ]
+    assert told({1: {"turn_limited": 0.5}}) == []
+
+
+def test_an_alarm_about_rewards_names_a_page_of_the_documentation() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "reading-a-run.md").read_text(encoding="utf-8")
+    (line,) = [line for line in shown({1: equal(0.0)}).splitlines() if line.strip().startswith("help ")]
+    title, section = line.split("page ")[1].split(": ", 1)
+    assert page.startswith(f"# {title}\n")
+    assert f"\n## {section}" in page
