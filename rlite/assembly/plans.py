@@ -84,13 +84,16 @@ class BatchPlan:
             "filter": EQUAL_GROUPS[options.has_dynamic_filtering],
             "rollout": f"{counted(len(engines.rollout.copies), 'replica')} of {counted(rollout.tp_size, 'device')}, "
             f"executor {rollout.executor}, at most {rollout.max_num_seqs} sequences at once in each, {self._pace()}",
-            "loss": f"{actor.policy_loss.name}, mean per {actor.avg_level}, {self._advantages()}",
+            "loss": f"{_with_options(actor.policy_loss.name, actor.policy_loss.options)}, mean per {actor.avg_level}, "
+            f"{self._advantages()}",
             "run": f"{counted(run.total_steps, 'step')}, checkpoint every {run.save_freq}, in {run.save_dir}",
         }
         plan |= {topic_of(name): self._set(each) for name, each in self.sets.items()}
         if hidden := [name for name in REWARD_ARGUMENTS if name in rows[0]]:
             names = ", ".join(hidden)
             plan["hidden columns"] = f"{names}: reward functions receive values of the rollout by these names"
+        if schedules := [f"{name} {points}" for name, points in options.schedule if points]:
+            plan["schedules"] = f"{', '.join(schedules)}: by step, straight lines between them"
         if unread := options.without_effect():
             plan["without effect"] = unread
         if not all(one.in_process or one.path is None for one in options.reward.values()):
@@ -138,7 +141,12 @@ class BatchPlan:
         gae = f"GAE with gamma {adv.gamma}, lambda {adv.lamda}, critic {options.critic.model_name or 'as the actor'}"
         plans = {"gae": gae, "reinforce": f"{mean} advantages {deviation}"}
         penalty = "" if kl.type is None else f", {kl.coef} x KL in the {kl.type}"
-        return plans.get(adv.estimator, f"advantages by {adv.estimator}") + penalty
+        return plans.get(adv.estimator, f"advantages by {_with_options(adv.estimator, adv.options)}") + penalty
+
+
+def _with_options(name: str, options: Mapping[str, Any]) -> str:
+    """Return the name of an algorithm, with the options that are set."""
+    return f"{name} ({', '.join(f'{key}={value}' for key, value in options.items())})" if options else name
 
 
 def reward_plan(reward: Rewards, rollout: EnvironmentOptions, workflow: RolloutWorkflow) -> str:

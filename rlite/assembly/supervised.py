@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import rlite
+from rlite.algorithms import OnLogprobs
 from rlite.assembly.launch import main as main
 from rlite.assembly.launch import serve_if_worker, session_of
 from rlite.assembly.observers import TemplateFile, run_observers
@@ -60,6 +61,7 @@ def make_plan(trainer: Any) -> dict[str, str]:
         "devices": f"{len(session.devices)} x {session.device}, launcher {session.launcher.kind} = {dims}",
         "data": f"{form}{len(trainer.rows)} items of {lengths.mean():.0f} tokens on average, at most {lengths.max()}; "
         f"{trainer.rows.tally}",
+        **_learnt(trainer),
         **data_plan(trainer.options.data),
         **({} if trainer.rows.ends is None else trainer.rows.ends.describe(trainer.engine.module.further_end_ids)),
         "step": f"{num_items} items, about {batch_tokens:.0f} tokens over {data_ranks}, in packs of at most "
@@ -67,6 +69,17 @@ def make_plan(trainer: Any) -> dict[str, str]:
         "run": f"{trainer.loader} = {trainer.run.total_steps}, checkpoint every {run.save_freq}, in {run.save_dir}",
         **trainer.evaluation_plan(),
     }
+
+
+def _learnt(trainer: Any) -> dict[str, str]:
+    """Return how many tokens are learnt, by topic; nothing if the loss reads whole rows."""
+    if not isinstance(trainer.loss, OnLogprobs):
+        return {}
+    rows = trainer.rows
+    told = f"{rows.loss_mask.sum():,} of {rows.loss_mask.size:,} tokens ({rows.loss_mask.mean():.1%})"
+    which = "--group 0" if rows.rows_per_item == 1 else "--microbatch 0"
+    place = f"rlite replay {trainer.options.trainer.save_dir} --step 1 {which}"
+    return {"learnt": f"{told}{'' if rows.stream is None else ' at the beginning'}; {place} shows rows of them"}
 
 
 def train(cls: type[Any], options: SupervisedConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:

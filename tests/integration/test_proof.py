@@ -154,6 +154,7 @@ def test_a_bundle_is_opened_without_the_run(grpo: Path, tmp_path: Path, capsys: 
         hidden.rename(grpo)
     with zipfile.ZipFile(bundle) as file:
         assert str(grpo.parent).encode() not in b"".join(map(file.read, file.namelist()))
+    assert f"from  {bundle}/state/step-3, after step 3" in capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     assert [(step["step"], step["verdict"]) for step in result["steps"]] == [(4, "equal"), (5, "equal")]
 
@@ -220,8 +221,9 @@ def test_a_hostile_bundle_is_refused_with_one_message(
     with zipfile.ZipFile(tmp_path / "bundle.zip", "w", zipfile.ZIP_DEFLATED) as file:
         for name, content in entries.items():
             file.writestr(name, content)
-    with pytest.raises((DataError, ConfigError), match=r"bundle|no config of a run"):
+    with pytest.raises((DataError, ConfigError), match=r"bundle|no config of a run") as refused:
         replaying.main([str(tmp_path / "bundle.zip")])
+    assert str(refused.value).startswith(f"{tmp_path}/bundle.zip: "), "and not the folder into which it is unpacked"
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -375,6 +377,29 @@ def test_a_run_without_a_record_says_which_option_would_have_kept_it(tmp_path: P
     findings = auditing.audit(AuditConfig(run=str(run)))
     assert findings.found == []
     assert any("kept no record" in note for note in findings.notes)
+
+
+def test_a_replay_shows_the_text_of_a_row_and_what_is_learnt_of_it(
+    grpo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(tmp_path, "sft", 1)
+    share = "learnt  50 of 150 tokens (33.3%); rlite replay"
+    assert f"{share} {run} --step 1 --group 0 shows rows of them" in re.sub(r"learnt +", "learnt  ", told(capsys))
+    replaying.main([str(run), "--step", "1", "--group", "0"])
+    lines = [line.strip() for line in told(capsys).partition("row 0: ")[2].splitlines()]
+    row = next(row for row in ROWS["sft"] if f"read    {row['prompt']!r}" in lines)
+    assert any(line.startswith(f"learnt  '{row['response']}") for line in lines)
+    tokens = [line for line in lines if re.match(r"\d+ +\d+  '", line)]
+    assert "row 0: token, text, log-probability" in lines
+    assert "".join(re.findall(r"'(.*)'", line)[0] for line in tokens).startswith(row["response"])
+
+    group = pq.read_table(grpo / "record" / "train-00000005.tokens.parquet")["group"][0].as_py()
+    replaying.main([str(grpo), "--step", "5", "--group", str(group)])
+    assert "token, text, log-probability, engine's, advantage" in told(capsys)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
 
 
 def test_the_commands_of_the_page_work(grpo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -670,10 +695,14 @@ CHANGING: dict[str, Any] = {
 
 
 def test_coefficients_that_change_are_those_of_resume_replay_and_audit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(CALLBACKS, "sets_after_two", SetsAfterTwo)
     train(tmp_path, "grpo", 3, **CHANGING)
+    shown = [re.sub(r"  +", "  ", line).strip() for line in told(capsys).splitlines()]
+    points = "entropy_coef {1: 0.05, 6: 0.0}, kl_coef {1: 0.2, 5: 0.0}, temperature {1: 1.0, 4: 0.7}"
+    assert f"schedules  {points}: by step, straight lines between them" in shown
+    assert "callbacks  sets_after_two" in shown
     run = train(tmp_path, "grpo", 5, **CHANGING)
     train(tmp_path, "grpo", 5, **CHANGING, **{"trainer.save_dir": str(tmp_path / "straight")})
     made, straight = (

@@ -68,7 +68,8 @@ def main(argv: Sequence[str]) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{options.run}: an audit needs the folder of the run; `rlite replay` opens a bundle")
     report, console = audit(options), ConsoleReporter()
-    console.report("checked", {name: f"{count:,}" for name, count in report.checked.items()})
+    made = {"steps made again": len(report.steps)} if report.steps else {}
+    console.report("checked", {name: f"{count:,}" for name, count in {**made, **report.checked}.items()})
     if report.notes:
         console.warn("not checked", [("", note) for note in report.notes])
     if report.found:

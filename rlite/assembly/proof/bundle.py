@@ -34,7 +34,7 @@ from rlite.assembly.proof.options import ReplayConfig
 from rlite.assembly.proof.privacy import public
 from rlite.assembly.proof.source import BATCHES, BUNDLE, MADE, BundleFacts, Source
 from rlite.assembly.proof.trainers import check_teachers, columns_of
-from rlite.errors import ConfigError, DataError, writing
+from rlite.errors import ConfigError, DataError, RliteError, writing
 from rlite.nn.pretrained import load_config, local_checkpoint
 from rlite.runtime.storage.atomic import MANIFEST
 from rlite.services.record.chain import METRICS, hash_file, hash_files
@@ -147,7 +147,7 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
         return
     if not path.is_file():
         raise ConfigError(f"{options.run}: expected the folder of a run, or a bundle")
-    with tempfile.TemporaryDirectory(prefix="rlite-bundle-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rlite-bundle-") as scratch, naming_bundle(path, scratch):
         folder = Path(scratch)
         unpack(path, folder)
         source = Source(folder, options)
@@ -164,6 +164,16 @@ def open_source(options: ReplayConfig) -> Iterator[Source]:
                 told = f"weights={options.weights}: its {name} is not that of the run that the bundle is from"
                 raise ConfigError(told)
         yield source
+
+
+@contextmanager
+def naming_bundle(path: Path, folder: str) -> Iterator[None]:
+    """Let errors of the block name a bundle, and not the folder into which it is unpacked."""
+    try:
+        yield
+    except RliteError as error:
+        error.args = tuple(each.replace(folder, str(path)) if isinstance(each, str) else each for each in error.args)
+        raise
 
 
 def check_versions(source: Source, path: str, there: Any, is_any_fine: bool) -> None:

@@ -14,6 +14,7 @@ import pdb
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,18 @@ from rlite.assembly.proof.report import Report
 from rlite.assembly.proof.source import Source
 from rlite.assembly.proof.trainers import RecordedSteps, beside
 from rlite.data.packs import sequence_lengths
-from rlite.errors import ConfigError, DataError
+from rlite.errors import ConfigError, DataError, shortened
+from rlite.nn.pretrained import load_tokenizer
 from rlite.services.console.terminal import ConsoleReporter
+from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.rl.objective import OwnLogprobs
 
 MADE_AS = {"trainer_logprobs": ("trainer_logprobs", "old_logprobs", "trained_logprobs"), "entropy": ("entropies",)}
 """keys of a batch that hold recorded columns of tokens, unless they have the column's name"""
+COLUMNS = {"engine's": "logprobs", "advantage": "advantages"}
+"""columns of shown tokens besides the log-probability, and their keys of a batch"""
+MAX_TEXT, WIDTH = 2_000, 12
+"""most characters that are shown of a part of a row, and least of a token"""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -69,9 +76,10 @@ def replaying(source: Source, step: int, options: ReplayConfig, report: Report) 
     """
     checkpoint = source.checkpoint_before(step)
     no_checkpoint = f"the model before step 1: there is no checkpoint before step {step}"
-    report.start = no_checkpoint if checkpoint is None else f"{checkpoint}, after step {source.first_step(step) - 1}"
+    found = no_checkpoint if checkpoint is None else f"{checkpoint}, after step {source.first_step(step) - 1}"
+    report.start = source.told(found)
     for note in source.notes:
-        report.note(note)
+        report.note(source.told(note))
     with tempfile.TemporaryDirectory(prefix="rlite-replay-") as scratch:
         for first, last in source.spans(step):
             run = source.run_at(first)
@@ -157,7 +165,7 @@ def stop_in_loss(trainer: Any) -> None:
 def show_rows(
     source: Source, trainer: RecordedSteps, step: int, options: ReplayConfig, console: ConsoleReporter
 ) -> None:
-    """Show the loss of some rows of a step, and their tokens, before the update of the step."""
+    """Show the loss of some rows of a step, their texts and their tokens, before the update of the step."""
     for earlier in range(trainer.trainer.run.step + 1, step):
         trainer.step(source.batch(earlier, trainer.options))
     engine = trainer.engines[""]
@@ -184,12 +192,24 @@ def show_rows(
     if not isinstance(loss, OnLogprobs):  # scores of whole rows
         return
     logprobs = engine.forward(part, OwnLogprobs(temperature=loss.temperature))
+    texts = TokenTexts(load_tokenizer(source.run.model))
+    columns = ", ".join(["token", "text", "log-probability", *(name for name, key in COLUMNS.items() if key in part)])
     for number, length in enumerate(sequence_lengths(part)):
-        lines = [_token(part, logprobs, number, place) for place in range(length) if part["loss_mask"][number, place]]
-        console.report(f"row {int(rows[number])}: token, log-probability, engine's, advantage", lines)
+        pieces, mask = texts.pieces(part["input_ids"][number, :length].tolist()), part["loss_mask"][number].tolist()
+        title = f"row {int(rows[number])}: {sum(map(bool, mask))} of {length} tokens are learnt"
+        console.report(title, _parts(pieces, mask))
+        lines = [_token(part, logprobs, number, place, pieces[place]) for place in range(length) if mask[place]]
+        console.report(f"row {int(rows[number])}: {columns}", lines)
 
 
-def _token(batch: TensorDict, logprobs: Tensor, row: int, place: int) -> tuple[str, str]:
-    values = [logprobs[row, place].item()]
-    values += [batch[key][row, place].item() for key in ("logprobs", "advantages") if key in batch]
-    return f"{place}", f"{int(batch['input_ids'][row, place])}  " + "  ".join(f"{value:.6g}" for value in values)
+def _parts(pieces: Sequence[str], mask: Sequence[bool]) -> list[tuple[str, str]]:
+    """Return the text of a row in parts that are learnt, or only read."""
+    parts = groupby(zip(mask, pieces, strict=False), lambda pair: bool(pair[0]))
+    joined = [(is_learnt, "".join(text for _, text in own)) for is_learnt, own in parts]
+    return [("learnt" if is_learnt else "read", shortened(text, MAX_TEXT)) for is_learnt, text in joined]
+
+
+def _token(batch: TensorDict, logprobs: Tensor, row: int, place: int, text: str) -> tuple[str, str]:
+    values = [logprobs[row, place].item(), *(batch[key][row, place].item() for key in COLUMNS.values() if key in batch)]
+    token = f"{int(batch['input_ids'][row, place])}  {text!r:<{WIDTH}}"
+    return f"{place}", "  ".join([token, *(f"{value:.6g}" for value in values)])

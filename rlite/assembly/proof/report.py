@@ -15,7 +15,7 @@ from rlite.assembly.proof.comparison import Comparison, compare_numbers, worst_o
 from rlite.errors import RliteError, writing
 from rlite.services.record.batches import DAMAGED
 
-REPLAYED = "steps made again"
+REPLAYED = "quantities of steps made again"
 
 
 class Finding(NamedTuple):

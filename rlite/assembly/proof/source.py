@@ -71,7 +71,7 @@ class Source:
     """The steps of a run."""
 
     def __init__(self, folder: Path, options: ReplayConfig) -> None:
-        self.folder, self._code = folder, options.code
+        self.folder, self._code, self._path = folder, options.code, Path(options.run).expanduser()
         with reading(folder):
             self.chain = read_chain(folder)
         self.notes: list[str] = []
@@ -124,7 +124,11 @@ class Source:
             return None
         except ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:3])
-            raise DataError(f"no bundle of this version of rlite: {BUNDLE}: {wrong}") from None
+            raise DataError(f"{self._path}: no bundle of this version of rlite: {BUNDLE}: {wrong}") from None
+
+    def told(self, text: str) -> str:
+        """Return a text that names a bundle, and not the folder into which it is unpacked."""
+        return text.replace(str(self.folder), str(self._path))
 
     @cached_property
     def reader(self) -> RecordReader:

@@ -134,7 +134,8 @@ class RunReport(Observer):
         if (found := run.saved.checkpoints.found) is not None:
             self._show_resumed(run, found)
         if self._plan is not None and not run.is_over:
-            self._console.report(self._title, self._plan())
+            named = {"callbacks": ", ".join(run.callbacks.by_name)} if run.callbacks.by_name else {}
+            self._console.report(self._title, {**self._plan(), **named})
         if self._progress is not None:
             self._console.follow(self._progress)
 

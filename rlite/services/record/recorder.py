@@ -47,10 +47,14 @@ class TokenTexts:
 
         Tokens that are parts of one character begin at the same place.
         """
-        pieces = [self._piece(token) for token in ids]
-        if "".join(pieces) != self._decode(ids):  # text that depends on neighbours, such as parts of a character
-            pieces = self._in_context(ids)
+        pieces = self.pieces(ids)
         return "".join(pieces), [*accumulate(map(len, pieces), initial=0)][:-1]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the part of the text of a sequence that each token adds."""
+        pieces = [self._piece(token) for token in ids]
+        has_neighbours = "".join(pieces) != self._decode(ids)  # the text of a token depends on those beside it
+        return self._in_context(ids) if has_neighbours else pieces
 
     def _in_context(self, ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds to the text before it."""
