@@ -537,8 +537,16 @@ def _expected(found: Any, at: _Location) -> str:
 
 
 def _limits(option: FieldInfo) -> str:
-    """Return the range of a number in words: at least 0."""
-    limits = [*option.metadata, *(item for kind in get_args(option.annotation) for item in get_args(kind)[1:])]
+    """Return the range of a number in words: at least 0. A mapping has a range of its keys and one of its values."""
+    if get_origin(option.annotation) is dict:
+        parts = zip(("keys", "values"), get_args(option.annotation), strict=True)
+        ranges = ((name, _range(get_args(kind)[1:])) for name, kind in parts)
+        return "; ".join(f"{name} {words}" for name, words in ranges if words)
+    return _range([*option.metadata, *(item for kind in get_args(option.annotation) for item in get_args(kind)[1:])])
+
+
+def _range(limits: Sequence[Any]) -> str:
+    """Return the range that constraints make, in words."""
     bounds = {name: getattr(limit, name) for limit in limits for name in (*_BOUNDS, "unit") if hasattr(limit, name)}
     if "ge" in bounds and "le" in bounds:
         return f"a number between {bounds['ge']} and {bounds['le']}"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +27,7 @@ from rlite.nn.options import model_folder
 from rlite.rollout.environments.file import code_file, contract_of
 from rlite.rollout.registry import find_reward
 from rlite.services.recovery import record
-from rlite.trainer.options import AnnouncedOptions
+from rlite.trainer.options import AnnouncedOptions, LaunchOptions
 from rlite.trainer.run.interruption import INTERRUPTION, NOT_BEGUN, Terminated
 from rlite.yaml_texts import flat
 
@@ -61,6 +63,16 @@ def check_named_files(options: Options) -> None:
             check_exists(value, ".".join(filter(None, [*groups, name])))
 
 
+def check_launcher(name: str, options: LaunchOptions, arguments: Sequence[str]) -> None:
+    """Refuse several devices that nothing can start, with the line that starts them."""
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or options.launcher in ("torchrun", "inprocess")
+    if (number := options.num_devices or 1) == 1 or is_under_torchrun or find_spec("ray") is not None:
+        return
+    line = f"torchrun --nproc_per_node={number} -m rlite.cli {shlex.join([name, *arguments])}"
+    ways = f"start it as `{line}`, or install Ray (pip install 'rlite[ray]'); num_devices=1 uses one device"
+    raise ConfigError(f"num_devices={number}: several devices need a launcher: {ways}")
+
+
 EXPLAINED = (ConfigError, DataError, errors.CheckpointError, errors.StorageError, errors.OwnCodeError)
 FINAL = (ConfigError, DataError, errors.UnknownOptionError, errors.DivergedError)
 """errors that the same command would repeat"""
@@ -88,6 +100,8 @@ def start(
             with config.quick_checks():  # the module's own `load` makes the others
                 chosen = config.load(options, options.arguments(arguments), aliases=options.aliases)
             chosen.check_complete()
+            if isinstance(chosen, LaunchOptions):
+                check_launcher(name, chosen, arguments)
             if os.environ.get("RANK", "0") == "0":  # the process of its launcher that speaks
                 check_named_files(chosen)
                 if headline := chosen.headline():

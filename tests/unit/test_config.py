@@ -519,6 +519,19 @@ def test_help_on_a_mapping_shows_the_keys_of_its_entries() -> None:
     assert "common options" not in describe(HelpedMapping).partition("[options]")[2]
 
 
+class HelpedSchedule(Options):
+    points: dict[Annotated[int, Ge(1)], Annotated[float, AllowInfNan(False)]] = {}
+    rates: dict[Annotated[int, Ge(1)], Annotated[float, Ge(0), AllowInfNan(False)]] = {}
+
+
+def test_bounds_of_the_keys_and_of_the_values_of_a_mapping_are_told_apart() -> None:
+    assert describe(HelpedSchedule, "points") == "points={}  (a mapping {key: a float}, keys at least 1; values finite)"
+    assert describe(HelpedSchedule, "rates").endswith("keys at least 1; values finite, at least 0)")
+    with pytest.raises(ConfigError, match="expected keys at least 1; values a finite number of at least 0"):
+        HelpedSchedule(rates={1: -0.5})
+    assert HelpedSchedule(points={1: -0.05}).points == {1: -0.05}
+
+
 def test_help_on_an_unknown_group_names_the_nearest() -> None:
     with pytest.raises(UnknownOptionError, match=r"--help modle: no such group or key; did you mean 'model'\?"):
         load(Helped, ["--help", "modle"])

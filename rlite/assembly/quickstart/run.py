@@ -11,6 +11,7 @@ If it is stopped, the same command resumes it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,6 @@ from rlite.errors import ConfigError
 from rlite.nn.pretrained import load_tokenizer, quiet_transformers
 from rlite.rollout import RewardFunction, SingleTurnWorkflow
 from rlite.rollout.rewards.reasoning import verify_exactly
-from rlite.services.console.plots import plot_learning_curve
 from rlite.services.console.sinks import read_metrics
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.trainer.losses import SftLoss
@@ -147,6 +147,7 @@ MAX_LENGTH = 128
 def main(argv: Sequence[str]) -> None:
     """Run the quickstart, or continue an interrupted one."""
     options = config.load(QuickstartConfig, argv)
+    plots = importlib.import_module("rlite.services.console.plots")  # its package is optional, and is missed now
     folder = Path(options.folder)
     train, held_out = problems(options, folder)
     rlite.init(num_devices=1)
@@ -158,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
     rlite.shutdown()
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
     curve, title = folder / "learning_curve.png", "Spelling backwards, learned by GRPO"
-    plot_learning_curve(folder / "metrics.jsonl", curve, metrics=("accuracy", "reward"), title=title)
+    plots.plot_learning_curve(folder / "metrics.jsonl", curve, metrics=("accuracy", "reward"), title=title)
     ConsoleReporter().report("quickstart is done", report_rows(folder, summary))
 
 

@@ -242,8 +242,8 @@ def open_session(
             f"launcher={launcher!r}: expected 'inprocess', 'torchrun' or 'ray'": kind not in get_args(LauncherName),
             f"launcher='inprocess' has one device, not {num_devices}; use launcher='ray' or torchrun": has_several,
             "launcher='torchrun' works under `torchrun --nproc_per_node=N program.py`": has_no_rank,
-            "more than one device needs Ray (pip install 'rlite[ray]') or torchrun; for one device call "
-            "rlite.init(num_devices=1)": kind == "ray" and importlib.util.find_spec("ray") is None,
+            "more than one device needs Ray (pip install 'rlite[ray]') or torchrun (torchrun --nproc_per_node=N "
+            "program.py); num_devices=1 uses one": kind == "ray" and importlib.util.find_spec("ray") is None,
         }
     )
     if kind == "ray":

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,16 @@ def test_sizes_without_a_whole_number_of_heads_are_refused(tmp_path: Path) -> No
         build_tiny_qwen3(tmp_path, seed=0, hidden_size=100)
     with pytest.raises(ConfigError, match=r"found hidden_size=192, .*num_key_value_heads=4"):
         build_tiny_qwen3(tmp_path, seed=0, hidden_size=192, num_key_value_heads=4)
+
+
+def test_a_tiny_model_and_the_check_of_environments_need_no_package_for_plots() -> None:
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import rlite.assembly.commands.env_check\n"
+        "from rlite.assembly.quickstart.run import build_tiny_qwen3, main\n"
+        "from rlite.errors import ConfigError\n"
+        "try: main(['folder=/nowhere/run'])\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "plots need the package matplotlib" in done.stdout, "before the first step"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlite.assembly.command import run
+from rlite.assembly.command import check_launcher, run
 from rlite.errors import (
     REBUILD,
     CheckpointError,
@@ -23,6 +23,7 @@ from rlite.errors import (
     WorkerError,
 )
 from rlite.services.recovery import record
+from rlite.trainer.options import LaunchOptions
 from rlite.trainer.run.interruption import INTERRUPTION
 
 SLEEP = """
@@ -44,6 +45,20 @@ def test_an_error_of_ours_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         run("sft", main, [])
     assert ended.value.code == "rlite sft: ConfigError: data.path=missing.json: no such file"
+
+
+def test_several_devices_without_a_launcher_are_refused_with_the_line_that_starts_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = ["actor.model_name=a model", "num_devices=2"]
+    check_launcher("dpo", LaunchOptions(num_devices=1), given)
+    monkeypatch.setattr("rlite.assembly.command.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as refused:
+        check_launcher("dpo", LaunchOptions(num_devices=2), given)
+    line = "torchrun --nproc_per_node=2 -m rlite.cli dpo 'actor.model_name=a model' num_devices=2"
+    assert f"start it as `{line}`, or install Ray (pip install 'rlite[ray]'); num_devices=1" in str(refused.value)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    check_launcher("dpo", LaunchOptions(num_devices=2), given)
 
 
 @pytest.mark.parametrize("kind", [ConfigError, CheckpointError, DataError, WorkerError])
