@@ -29,6 +29,9 @@ from rlite.runtime.parallel.prefix_tree import Prefixes, PrefixTree, Sharing
 from rlite.runtime.parallel.upload import upload
 from rlite.types import LLMResponse, PackingMethod, StopReason
 
+MARKS = ("turn_limited",)
+"""keys per row for which 0 stands in trajectories without them: of other workflows, and saved by older versions"""
+
 # -- trajectories ------------------------------------------------------------------------------------------------------
 
 
@@ -230,6 +233,9 @@ def _with_ragged(trajectories: Sequence[TensorDict]) -> list[dict[str, Any]]:
     for key, counts in RAGGED.items():
         if like := [each for each in all_columns if key in each]:
             all_columns = [each if key in each else _without_values(each, like[0], key, counts) for each in all_columns]
+    for key in MARKS:
+        if any(key in each for each in all_columns):
+            all_columns = [{key: torch.zeros(len(each["input_ids"])), **each} for each in all_columns]
     return all_columns
 
 
@@ -245,7 +251,7 @@ def _without_choices(columns: dict[str, Any], like: Tensor) -> dict[str, Any]:
 
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
     """Return what must agree within a batch, by key: the type, the number of dimensions, the sizes after the second."""
-    free = {"group_ids", ROUTED, *RAGGED, *RAGGED.values()}
+    free = {"group_ids", ROUTED, *RAGGED, *RAGGED.values(), *MARKS}
     return frozenset(
         (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key not in free
     )

@@ -140,3 +140,14 @@ def test_kept_ids_are_padded_and_trajectories_without_them_join_as_untruncated()
 def test_kept_ids_that_do_not_fit_their_tokens_are_refused(kept_ids: list[list[int]], words: str) -> None:
     with pytest.raises(DataError, match=words):
         check_trajectory(written(kept_ids))
+
+
+def test_trajectories_without_a_mark_of_newer_versions_go_with_others() -> None:
+    older = TensorDict(
+        {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3, dtype=torch.bool)}, [2]
+    )
+    newer = older.clone().set("turn_limited", torch.ones(2))
+    batch = pad_trajectories([older, newer])
+    assert batch["turn_limited"].tolist() == [0, 0, 1, 1]
+    assert layout(older) == layout(newer)
+    assert "turn_limited" not in pad_trajectories([older, older])
