@@ -79,5 +79,5 @@ for name in FAULTS:
 register("disagrees", embedded.BACKEND, {1: "disagrees"}, is_everywhere=True)
 register("vllm-faulty", vllm.BACKEND, IN_TURN, is_everywhere=True)
 register("sglang-faulty", sglang.BACKEND, {2: "unsent"})
-FAULTY = {*FAULTS, "disagrees", "vllm-faulty", "sglang-faulty"}
+FAULTY = {*FAULTS, "disagrees", "fragile", "vllm-faulty", "sglang-faulty"}
 """names of the executors"""

@@ -29,8 +29,8 @@ from rlite.runtime.parallel.prefix_tree import Prefixes, PrefixTree, Sharing
 from rlite.runtime.parallel.upload import upload
 from rlite.types import LLMResponse, PackingMethod, StopReason
 
-MARKS = ("turn_limited",)
-"""keys per row for which 0 stands in trajectories without them: of other workflows, and saved by older versions"""
+OPTIONAL = (ROUTED, "turn_limited")
+"""keys for which padding stands in trajectories without them, of other workflows or saved by older versions"""
 
 # -- trajectories ------------------------------------------------------------------------------------------------------
 
@@ -228,14 +228,12 @@ def _checked_alike(all_columns: Sequence[dict[str, Any]]) -> dict[str, bool]:
 def _with_ragged(trajectories: Sequence[TensorDict]) -> list[dict[str, Any]]:
     """Return the columns of each, all with the same ragged and optional keys: without values, if it had none."""
     all_columns: list[dict[str, Any]] = [dict(trajectory.items()) for trajectory in trajectories]
-    if like := [each[ROUTED] for each in all_columns if ROUTED in each]:
-        all_columns = [each if ROUTED in each else _without_choices(each, like[0]) for each in all_columns]
+    for key in OPTIONAL:
+        if given := [each[key] for each in all_columns if key in each]:
+            all_columns = [each if key in each else _filled(each, key, given[0]) for each in all_columns]
     for key, counts in RAGGED.items():
         if like := [each for each in all_columns if key in each]:
             all_columns = [each if key in each else _without_values(each, like[0], key, counts) for each in all_columns]
-    for key in MARKS:
-        if any(key in each for each in all_columns):
-            all_columns = [{key: torch.zeros(len(each["input_ids"])), **each} for each in all_columns]
     return all_columns
 
 
@@ -244,17 +242,16 @@ def _without_values(columns: dict[str, Any], like: dict[str, Any], key: str, cou
     return {**columns, key: like[key].new_zeros(len(rows), 0), counts: like[counts].new_zeros(rows.shape)}
 
 
-def _without_choices(columns: dict[str, Any], like: Tensor) -> dict[str, Any]:
-    shape = (*columns["input_ids"].shape, like.shape[-1])
-    return {**columns, ROUTED: like.new_full(shape, KEYS[ROUTED].padding)}
+def _filled(columns: dict[str, Any], key: str, like: Tensor) -> dict[str, Any]:
+    rows = columns["input_ids"]
+    shape = rows.shape[:1] if like.dim() == 1 else (*rows.shape, like.shape[-1])
+    return {**columns, key: like.new_full(shape, KEYS[key].padding)}
 
 
 def layout(trajectory: TensorDict) -> frozenset[tuple[Any, ...]]:
     """Return what must agree within a batch, by key: the type, the number of dimensions, the sizes after the second."""
-    free = {"group_ids", ROUTED, *RAGGED, *RAGGED.values(), *MARKS}
-    return frozenset(
-        (key, value.dtype, value.dim(), value.shape[2:]) for key, value in trajectory.items() if key not in free
-    )
+    free = {"group_ids", *OPTIONAL, *RAGGED, *RAGGED.values()}
+    return frozenset((key, v.dtype, v.dim(), v.shape[2:]) for key, v in trajectory.items() if key not in free)
 
 
 def trajectory_index(batch: TensorDict) -> Tensor:
