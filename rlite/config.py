@@ -538,8 +538,8 @@ def _expected(found: Any, at: _Location) -> str:
 
 def _limits(option: FieldInfo) -> str:
     """Return the range of a number in words: at least 0. A mapping has a range of its keys and one of its values."""
-    if get_origin(option.annotation) is dict:
-        parts = zip(("keys", "values"), get_args(option.annotation), strict=True)
+    if maps := [kind for kind in (option.annotation, *get_args(option.annotation)) if get_origin(kind) is dict]:
+        parts = zip(("keys", "values"), get_args(maps[0]), strict=True)
         ranges = ((name, _range(get_args(kind)[1:])) for name, kind in parts)
         return "; ".join(f"{name} {words}" for name, words in ranges if words)
     return _range([*option.metadata, *(item for kind in get_args(option.annotation) for item in get_args(kind)[1:])])

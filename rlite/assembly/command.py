@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
@@ -63,13 +62,14 @@ def check_named_files(options: Options) -> None:
             check_exists(value, ".".join(filter(None, [*groups, name])))
 
 
-def check_launcher(name: str, options: LaunchOptions, arguments: Sequence[str]) -> None:
-    """Refuse several devices that nothing can start, with the line that starts them."""
+def check_launcher(name: str, options: LaunchOptions) -> None:
+    """Refuse several devices that nothing can start, with the line that starts them. Options may hold secrets."""
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or options.launcher in ("torchrun", "inprocess")
     if (number := options.num_devices or 1) == 1 or is_under_torchrun or find_spec("ray") is not None:
         return
-    line = f"torchrun --nproc_per_node={number} -m rlite.cli {shlex.join([name, *arguments])}"
-    ways = f"start it as `{line}`, or install Ray (pip install 'rlite[ray]'); num_devices=1 uses one device"
+    line = f"torchrun --nproc_per_node={number} -m rlite.cli {name} ..."
+    same = "with the same options" + (" and launcher=torchrun" if options.launcher else "")
+    ways = f"start it as `{line}` {same}, or install Ray (pip install 'rlite[ray]'); num_devices=1 uses one device"
     raise ConfigError(f"num_devices={number}: several devices need a launcher: {ways}")
 
 
@@ -100,8 +100,8 @@ def start(
             with config.quick_checks():  # the module's own `load` makes the others
                 chosen = config.load(options, options.arguments(arguments), aliases=options.aliases)
             chosen.check_complete()
-            if isinstance(chosen, LaunchOptions):
-                check_launcher(name, chosen, arguments)
+            if isinstance(chosen, LaunchOptions) and name != "eval":  # which may need no session at all
+                check_launcher(name, chosen)
             if os.environ.get("RANK", "0") == "0":  # the process of its launcher that speaks
                 check_named_files(chosen)
                 if headline := chosen.headline():

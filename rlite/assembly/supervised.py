@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from rlite.nn.pretrained import end_ids, load_tokenizer
 from rlite.services.console.mfu import Repeated, UsageReport
 from rlite.trainer.held_out import HeldOutOptions, held_out_sources
 from rlite.trainer.run.observer import Observer
-from rlite.trainer.run.program_objects import NOTHING, ProgramObjects
+from rlite.trainer.run.program_objects import IN_MEMORY, NOTHING, ProgramObjects
 from rlite.trainer.run.resume import started_at
 from rlite.trainer.supervised_options import DataOptions, SupervisedConfig
 from rlite.wording import counted
@@ -78,8 +79,10 @@ def _learnt(trainer: Any) -> dict[str, str]:
     rows = trainer.rows
     told = f"{rows.loss_mask.sum():,} of {rows.loss_mask.size:,} tokens ({rows.loss_mask.mean():.1%})"
     which = "--group 0" if rows.rows_per_item == 1 else "--microbatch 0"
-    place = f"rlite replay {trainer.options.trainer.save_dir} --step 1 {which}"
-    return {"learnt": f"{told}{'' if rows.stream is None else ' at the beginning'}; {place} shows rows of them"}
+    place = f"; rlite replay {shlex.quote(str(trainer.options.trainer.save_dir))} --step 1 {which} shows rows of them"
+    data = trainer.options.data
+    has_files = data.path not in (None, IN_MEMORY) or data.mixture
+    return {"learnt": f"{told}{'' if rows.stream is None else ' at the beginning'}{place if has_files else ''}"}
 
 
 def train(cls: type[Any], options: SupervisedConfig, given: ProgramObjects = NOTHING) -> dict[str, float]:

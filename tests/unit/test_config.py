@@ -522,10 +522,12 @@ def test_help_on_a_mapping_shows_the_keys_of_its_entries() -> None:
 class HelpedSchedule(Options):
     points: dict[Annotated[int, Ge(1)], Annotated[float, AllowInfNan(False)]] = {}
     rates: dict[Annotated[int, Ge(1)], Annotated[float, Ge(0), AllowInfNan(False)]] = {}
+    few: dict[Annotated[int, Ge(1)], Annotated[float, AllowInfNan(False)]] | None = None
 
 
 def test_bounds_of_the_keys_and_of_the_values_of_a_mapping_are_told_apart() -> None:
     assert describe(HelpedSchedule, "points") == "points={}  (a mapping {key: a float}, keys at least 1; values finite)"
+    assert describe(HelpedSchedule, "few").endswith("keys at least 1; values finite)")
     assert describe(HelpedSchedule, "rates").endswith("keys at least 1; values finite, at least 0)")
     with pytest.raises(ConfigError, match="expected keys at least 1; values a finite number of at least 0"):
         HelpedSchedule(rates={1: -0.5})

@@ -194,7 +194,7 @@ class TinkerConfig(TinkerLimits, AnnouncedOptions):
     def problems(self) -> Iterator[str]:
         """Yield a message for bits that the executor cannot promise, and for options that are set twice."""
         yield from super().problems()
-        yield from repeated(self.executor_options, [*self.sizes, "dtype"])
+        yield from repeated(self.executor_options, self.sizes)  # another dtype serves beside float32 training
         if self.deterministic and self.executor != "torch":
             told = f"executor={self.executor} computes other bits when other requests share a batch"
             yield f"deterministic=true: {told}; leave it out, or take executor=torch"

@@ -26,7 +26,7 @@ OF_LAYOUTS = ("num_microbatches", "shared_tokens")
 """metrics that depend on the division of a batch"""
 OF_GENERATION = ("num_filtered", "num_refills", "num_unreplaced", "num_lost", "num_refused", "routing_recorded")
 """metrics of what was generated and not trained on, or of how"""
-OF_ROLLOUTS = ("reward", "score", "response_length", "truncated", "uniform_groups", "turns", "tool_")
+OF_ROLLOUTS = ("reward", "score", "response_length", "truncated", "uniform_groups", "turns", "turn_limited", "tool_")
 """beginnings of the names of metrics over all rollouts of a step, also of those that were not trained on"""
 
 
