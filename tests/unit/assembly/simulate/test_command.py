@@ -137,8 +137,8 @@ def test_learning_that_grows_with_tokens_is_found_beside_steps_that_others_slowe
     rng = random.Random(0)
     tokens = [rng.uniform(500, 1500) for _ in range(30_000)]  # not all of their pairs fit into memory
     steps = [Step(1.0 + 0.003 * own + 20.0 * (rng.random() < 0.1), 0.0, 0.0, own) for own in tokens]
-    assert share_of_tokens(steps) == pytest.approx(0.75, abs=0.03)
-    assert share_of_tokens(steps[:60]) == pytest.approx(0.75, abs=0.03)
+    assert share_of_tokens(steps) == pytest.approx(0.75, abs=0.05)
+    assert share_of_tokens(steps[:60]) == pytest.approx(0.75, abs=0.05)
     assert share_of_tokens([step._replace(tokens=1000.0) for step in steps]) == 0.0
 
 
