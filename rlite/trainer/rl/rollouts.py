@@ -26,8 +26,7 @@ from rlite.trainer.rl.options import RolloutOptions
 from rlite.trainer.rl.routing import RoutingReplay
 from rlite.trainer.rl.truncation import check_kept, truncation
 
-SAID_ONCE = {"scores": "score", "num_turns": "turns", "turn_limited": "turn_limited"}
-SAID_ONCE |= {"num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
+SAID_ONCE = {"scores": "score", "num_turns": "turns", "num_tool_calls": "tool_calls", "num_tool_errors": "tool_errors"}
 """keys of a whole trajectory that workflows may write, each with the metric that its mean is"""
 
 
@@ -51,7 +50,7 @@ class Generated:
         # a user's workflow may leave these out
         if "truncated" in batch:
             part["truncated"] = zeros.index_add(0, index, batch["truncated"].float()) > 0
-        names = {name: name for name in map(str, batch.keys()) if name.startswith(NAMED_REWARD)}
+        names = {key: key for key in map(str, batch.keys()) if key == "turn_limited" or key.startswith(NAMED_REWARD)}
         part |= {name: batch[key][first] for key, name in (SAID_ONCE | names).items() if key in batch}
         self._parts.append(part)
 

@@ -7,7 +7,7 @@ from rlite.trainer.rl.rollouts import SAID_ONCE
 
 
 def test_means_of_all_rollouts_are_not_compared_with_those_of_the_rollouts_that_were_trained_on() -> None:
-    logged = dict.fromkeys([*SAID_ONCE.values(), "reward", "uniform_groups", "loss"], 0.5)
+    logged = dict.fromkeys([*SAID_ONCE.values(), "turn_limited", "reward", "uniform_groups", "loss"], 0.5)
     again = dict.fromkeys(logged, 0.25)
     names = [each.name for each in compare_metrics(logged, again, True, is_complete=False, is_exact=False)]
     assert names == ["loss"]
