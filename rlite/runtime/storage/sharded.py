@@ -11,6 +11,7 @@ builds tensors and plain values only.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -72,7 +73,11 @@ def naming(file: Path) -> Iterator[None]:
 def load_values(file: Path) -> dict[str, Any]:
     """Return tensors and plain values that `torch.save` wrote."""
     with naming(file):
-        values = torch.load(file, weights_only=True)
+        try:
+            values = torch.load(file, weights_only=True)
+        except OSError as error:
+            expect(error.errno != errno.EINVAL, "it was cut off")  # torch has sought a place before its beginning
+            raise
         expect(isinstance(values, dict), f"expected a dict, found {type(values).__name__}")
         return values
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from rlite.errors import CheckpointError, DamagedCheckpointError
 from rlite.runtime.storage import atomic, huggingface
 from rlite.runtime.storage.atomic import FACTS, MANIFEST, publish, seal, staging, verify
+from rlite.runtime.storage.sharded import load_values
 
 
 def write(path: Path, text: str, **facts: object) -> None:
@@ -109,3 +110,14 @@ def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path, is_dangl
         assert (path / "deep" / "file").read_text() == text
     assert is_dangling or (target / "file").read_text() == "precious"
     assert {child.name for child in tmp_path.iterdir()} == {"latest"} | (set() if is_dangling else {"base model"})
+
+
+def test_values_that_are_cut_off_anywhere_are_named(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.pt"
+    torch.save({"accumulated": {}, "weights": torch.arange(300)}, whole)
+    content, cut = whole.read_bytes(), tmp_path / "rank-0.pt"
+    for length in range(0, len(content), 7):
+        cut.write_bytes(content[:length])
+        with pytest.raises(DamagedCheckpointError, match=r"rank-0\.pt cannot be read"):
+            load_values(cut)
+    assert load_values(whole)["accumulated"] == {}
