@@ -102,6 +102,20 @@ def test_no_file_of_a_checkpoint_runs_code_and_the_error_names_it(
     assert engine.load_state(sound)["tensor"].tolist() == [1, 1]
 
 
+def test_a_file_that_was_cut_off_is_named_though_its_hash_fits(
+    engine: RliteTrainEngine, sound: Path, tmp_path: Path
+) -> None:
+    for name in ("__0_0.distcp", "driver.pt", "rank-0.pt"):
+        whole = (sound / name).read_bytes()
+        for number in range(16):
+            path = shutil.copytree(sound, tmp_path / f"{name}-{number}")
+            (path / name).write_bytes(whole[: len(whole) * number // 16])
+            reseal(path)
+            with pytest.raises(CheckpointError, match=f"the file {name} "):
+                engine.load_state(path)
+    assert engine.load_state(sound)["step"] == 3
+
+
 def test_every_part_of_a_file_with_tensors_is_read_without_running_code(
     engine: RliteTrainEngine, sound: Path, tmp_path: Path
 ) -> None:

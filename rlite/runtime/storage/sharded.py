@@ -55,6 +55,8 @@ FORMAT = 1
 OLD_METADATA = ".metadata"
 UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError)
 """errors of torch.load and of JSON readers on a file of another form"""
+WRONG_FILE = (errno.ENOENT, errno.EISDIR, errno.EINVAL)
+"""errors of the system by the file's fault; the last: torch seeks before the beginning of one that was cut off"""
 
 
 @contextmanager
@@ -64,7 +66,9 @@ def naming(file: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (*UNREADABLE, RecursionError, FileNotFoundError, IsADirectoryError) as error:
+    except (*UNREADABLE, RecursionError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in WRONG_FILE:
+            raise
         reason = str(error).strip().split("\n")[0][:200]
         why = f"the file {file.name} cannot be read, or holds what no checkpoint of rlite holds: {reason}"
         raise DamagedCheckpointError(f"{file.parent}: {why}") from None
@@ -73,11 +77,7 @@ def naming(file: Path) -> Iterator[None]:
 def load_values(file: Path) -> dict[str, Any]:
     """Return tensors and plain values that `torch.save` wrote."""
     with naming(file):
-        try:
-            values = torch.load(file, weights_only=True)
-        except OSError as error:
-            expect(error.errno != errno.EINVAL, "it was cut off")  # torch has sought a place before its beginning
-            raise
+        values = torch.load(file, weights_only=True)
         expect(isinstance(values, dict), f"expected a dict, found {type(values).__name__}")
         return values
 
