@@ -93,7 +93,8 @@ class BatchPlan:
             names = ", ".join(hidden)
             plan["hidden columns"] = f"{names}: reward functions receive values of the rollout by these names"
         if schedules := [f"{name} {points}" for name, points in options.schedule if points]:
-            plan["schedules"] = f"{', '.join(schedules)}: by step, straight lines between them"
+            place = "in place of the options of these names"
+            plan["schedules"] = f"{', '.join(schedules)}: by step, straight lines between them, {place}"
         if unread := options.without_effect():
             plan["without effect"] = unread
         if not all(one.in_process or one.path is None for one in options.reward.values()):

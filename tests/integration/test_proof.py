@@ -701,7 +701,7 @@ def test_coefficients_that_change_are_those_of_resume_replay_and_audit(
     train(tmp_path, "grpo", 3, **CHANGING)
     shown = [re.sub(r"  +", "  ", line).strip() for line in told(capsys).splitlines()]
     points = "entropy_coef {1: 0.05, 6: 0.0}, kl_coef {1: 0.2, 5: 0.0}, temperature {1: 1.0, 4: 0.7}"
-    assert f"schedules  {points}: by step, straight lines between them" in shown
+    assert f"schedules  {points}: by step, straight lines between them, in place of the options of these names" in shown
     assert "callbacks  sets_after_two" in shown
     run = train(tmp_path, "grpo", 5, **CHANGING)
     train(tmp_path, "grpo", 5, **CHANGING, **{"trainer.save_dir": str(tmp_path / "straight")})
