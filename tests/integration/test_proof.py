@@ -398,6 +398,20 @@ def test_a_replay_shows_the_text_of_a_row_and_what_is_learnt_of_it(
     assert "token, text, log-probability, engine's, advantage" in told(capsys)
 
 
+def test_a_replay_without_a_tokenizer_shows_rows_without_texts(
+    grpo: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(folder: str) -> None:
+        raise CheckpointError(f"{folder}: it has no tokenizer")
+
+    monkeypatch.setattr("rlite.assembly.proof.source.load_tokenizer", missing)
+    group = pq.read_table(grpo / "record" / "train-00000005.tokens.parquet")["group"][0].as_py()
+    replaying.main([str(grpo), "--step", "5", "--group", str(group)])
+    shown = told(capsys)
+    assert "it has no tokenizer" in shown
+    assert "tokens are learnt" in shown
+
+
 def told(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 

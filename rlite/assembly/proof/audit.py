@@ -35,15 +35,13 @@ from rlite.assembly.proof.trainers import RecordedWorkflow, RunOfTrainer, column
 from rlite.assembly.rl import PartsMaker
 from rlite.batch import NAMED_REWARD
 from rlite.data.packs import lazy_pack, with_keys
-from rlite.errors import CheckpointError, ConfigError, DataError, RliteError
+from rlite.errors import CheckpointError, ConfigError, DataError
 from rlite.evaluation.metrics import Sample, summary
-from rlite.nn.pretrained import load_tokenizer
 from rlite.runtime.storage.atomic import verify
 from rlite.services.console.terminal import ConsoleReporter
 from rlite.services.record.batches import DAMAGED, DamagedBatch, RecordedBatch
 from rlite.services.record.chain import METRICS, Folded, hash_file
 from rlite.services.record.files import TRAIN, read_gaps
-from rlite.services.record.recorder import TokenTexts
 from rlite.services.record.writer import MAX_PENDING
 from rlite.trainer.held_out import prefixed
 from rlite.trainer.rl.coefficients import coefficients_at
@@ -89,7 +87,8 @@ def audit(options: AuditConfig) -> Report:
         report = Report(notes=[*source.notes])
         with report.checking(HASHES, CHAIN):
             check_chain(source, report)
-        rollouts = RolloutChecks(report, texts_of(source, report), source.vocabulary)
+        texts = source.texts(lambda why: report.note(f"texts are not compared with tokens: {why}"))
+        rollouts = RolloutChecks(report, texts, source.vocabulary)
         if source.run.is_rl:
             RlAudit(source, report, options.code, rollouts).check()
         check_lines(source, report)
@@ -305,15 +304,6 @@ def metrics_of_rows(rows: Sequence[Row]) -> dict[str, float]:
             rewards.setdefault(row["group"], set()).add(row["reward"])
     num_uniform = sum(len(own) == 1 for own in rewards.values())
     return {**generated.metrics(), "num_filtered": len(filtered), "num_unreplaced": num_uniform}
-
-
-def texts_of(source: Source, report: Report) -> TokenTexts | None:
-    """Return what decodes the tokens of a run; None if its tokenizer is not there."""
-    try:
-        return TokenTexts(load_tokenizer(source.run.model))
-    except (RliteError, KeyError, TypeError) as error:
-        report.note(f"texts are not compared with tokens: {error}")
-        return None
 
 
 def check_evaluations(source: Source, report: Report, rollouts: RolloutChecks) -> None:

@@ -33,9 +33,7 @@ from rlite.assembly.proof.source import Source
 from rlite.assembly.proof.trainers import RecordedSteps, beside
 from rlite.data.packs import sequence_lengths
 from rlite.errors import ConfigError, DataError, shortened
-from rlite.nn.pretrained import load_tokenizer
 from rlite.services.console.terminal import ConsoleReporter
-from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.rl.objective import OwnLogprobs
 
 MADE_AS = {"trainer_logprobs": ("trainer_logprobs", "old_logprobs", "trained_logprobs"), "entropy": ("entropies",)}
@@ -192,12 +190,13 @@ def show_rows(
     if not isinstance(loss, OnLogprobs):  # scores of whole rows
         return
     logprobs = engine.forward(part, OwnLogprobs(temperature=loss.temperature))
-    texts = TokenTexts(load_tokenizer(source.run.model))
+    texts = source.texts(lambda why: console.warn("tokens are shown without texts", {"reason": why}))
     columns = ", ".join(["token", "text", "log-probability", *(name for name, key in COLUMNS.items() if key in part)])
     for number, length in enumerate(sequence_lengths(part)):
-        pieces, mask = texts.pieces(part["input_ids"][number, :length].tolist()), part["loss_mask"][number].tolist()
+        ids, mask = part["input_ids"][number, :length].tolist(), part["loss_mask"][number].tolist()
+        pieces = [""] * length if texts is None else texts.pieces(ids)
         title = f"row {int(rows[number])}: {sum(map(bool, mask))} of {length} tokens are learnt"
-        console.report(title, _parts(pieces, mask))
+        console.report(title, [] if texts is None else _parts(pieces, mask))
         lines = [_token(part, logprobs, number, place, pieces[place]) for place in range(length) if mask[place]]
         console.report(f"row {int(rows[number])}: {columns}", lines)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +27,7 @@ from rlite.data.packs import check_batch
 from rlite.data.routing import ROUTED
 from rlite.data.tokens import BatchLoader, StreamLoader
 from rlite.errors import ConfigError, DataError, RliteError
+from rlite.nn.pretrained import load_tokenizer
 from rlite.runtime.storage.atomic import FACTS, verify
 from rlite.runtime.storage.sharded import naming
 from rlite.services.console.sinks import read_metrics
@@ -34,6 +35,7 @@ from rlite.services.record.batches import DAMAGED, DamagedBatch, RecordedBatch, 
 from rlite.services.record.chain import METRICS, read_chain
 from rlite.services.record.files import TRAIN
 from rlite.services.record.reader import RecordReader
+from rlite.services.record.recorder import TokenTexts
 from rlite.trainer.model.prompt_lengths import vocab_size_of
 from rlite.trainer.run.checkpoints import steps_of
 from rlite.trainer.run.folder import CONFIG
@@ -152,6 +154,14 @@ class Source:
         with suppress(RliteError, LookupError, TypeError):
             return vocab_size_of(self.run.model)
         return None
+
+    def texts(self, tell: Callable[[str], object]) -> TokenTexts | None:
+        """Return what decodes the tokens of the run; None if its tokenizer is not there, and `tell` the reason."""
+        try:
+            return TokenTexts(load_tokenizer(self.run.model))
+        except (RliteError, KeyError, TypeError) as error:
+            tell(str(error))
+            return None
 
     @property
     def last_step(self) -> int:
